@@ -1,0 +1,231 @@
+"""Engine options: one flat frozen dataclass, and the one place where "auto" becomes a value.
+
+Names are vLLM's where vLLM has the option. The command line is generated from these fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from tiny_vllm.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+PrefillPolicy = Literal["auto", "exclusive", "mixed"]
+PoolSizing = Literal["memory", "formula"]
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+GIB = float(1 << 30)
+
+
+def _option(default: Any, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help_text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every option of the engine. `None` and "auto" are filled by `resolve`."""
+
+    model: str | None = _option(
+        None, "directory, .gguf file or hub id; without it the bundled SmolLM2-135M-Instruct"
+    )
+    tokenizer: str | None = _option(None, "directory, tokenizer.json or .gguf file, if not the model's own")
+    load_format: LoadFormat = _option("auto", "how to read the weights; dummy: seeded random weights")
+    dtype: DType = _option("auto", "type of weights, activations and KV cache")
+    device: Device = _option("auto", "where to run; auto takes a GPU when there is one")
+    seed: int = _option(0, "seed of dummy weights and of requests without a seed of their own", low=0)
+    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=1)
+    max_num_seqs: int | None = _option(None, "slots: sequences that run at the same time", low=1, high=65536)
+    max_num_batched_tokens: int | None = _option(None, "most tokens one step computes", low=1)
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the GPU's memory that weights, activations and pages may take", low=0.01, high=1.0
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        None, "bytes for the page pool, instead of gpu_memory_utilization (CPU default: 1 GiB)", low=1
+    )
+    page_size: int = _option(16, "tokens per page, a power of two; 16 to 32 recommended", low=1, high=1024)
+    pool_sizing: PoolSizing = _option(
+        "memory", "memory: as many pages as fit; formula: max_num_seqs x mean_sequence_len x 1.5"
+    )
+    mean_sequence_len: int | None = _option(
+        None, "mean prompt plus output, for pool_sizing=formula (tokens)", low=1
+    )
+    num_pages: int | None = _option(None, "pages in the pool, overriding both ways of sizing it", low=1)
+    enable_prefix_caching: bool = _option(True, "share pages between requests with a common prefix")
+    prefill_policy: PrefillPolicy = _option(
+        "auto", "exclusive: prompts alone in a step; mixed: prompt chunks beside running decodes"
+    )
+    ageing_seconds: float = _option(
+        10.0, "waiting this long is worth one level of priority, so that nothing starves", low=0.001
+    )
+    max_queue_len: int | None = _option(None, "most waiting sequences before new requests are refused", low=1)
+    max_logprobs: int = _option(20, "most logprobs per token a request may ask for; -1: no limit", low=-1)
+    max_n: int = _option(128, "most choices a request may ask for", low=1)
+    enforce_eager: bool = _option(False, "do not capture CUDA graphs")
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            _check_option(option.name, getattr(self, option.name), option.type, option.metadata)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size is {self.page_size}, but must be a power of two", hint="use 16")
+        if self.pool_sizing == "formula" and self.mean_sequence_len is None:
+            raise ConfigError(
+                "pool_sizing='formula' needs mean_sequence_len",
+                hint="set it to the mean number of prompt plus output tokens you expect",
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build a config from keywords; an unknown one is an error, never ignored."""
+        known = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else "known options: " + ", ".join(known)
+                raise ConfigError(f"unknown engine option {name!r}", hint=hint)
+        return cls(**options)
+
+
+def _check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+    kind = OPTION_KINDS[str(annotation)]
+    if value is None and kind.optional:
+        return
+    if kind.choices:
+        if value not in kind.choices:
+            raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(kind.choices)}")
+        return
+    accepted = (int, float) if kind.type is float else kind.type
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind.type is not bool):
+        raise ConfigError(f"{name} is {value!r}, but must be of type {kind.type.__name__}")
+    low, high = metadata["low"], metadata["high"]
+    # The comparison is written so that NaN fails it.
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} is {value}, but must be {limit}")
+
+
+@dataclass(frozen=True)
+class OptionKind:
+    """How one annotation of EngineConfig is read: its scalar type, choices, and whether None is allowed."""
+
+    type: type
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+
+
+OPTION_KINDS: Mapping[str, OptionKind] = {
+    "str | None": OptionKind(str, optional=True),
+    "int": OptionKind(int),
+    "int | None": OptionKind(int, optional=True),
+    "float": OptionKind(float),
+    "bool": OptionKind(bool),
+    "Device": OptionKind(str, choices=get_args(Device)),
+    "DType": OptionKind(str, choices=get_args(DType)),
+    "LoadFormat": OptionKind(str, choices=get_args(LoadFormat)),
+    "PrefillPolicy": OptionKind(str, choices=get_args(PrefillPolicy)),
+    "PoolSizing": OptionKind(str, choices=get_args(PoolSizing)),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option that `resolve` decided, and why."""
+
+    name: str
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `resolve` must know of the model. kv_values_per_token: K and V values over all layers."""
+
+    dtype: str
+    max_position_embeddings: int
+    kv_values_per_token: int
+
+
+def choose_device(device: Device, cuda_available: bool) -> Choice:
+    """Where to run. Raises ConfigError when a GPU is demanded and there is none."""
+    if device == "cuda" and not cuda_available:
+        raise ConfigError("device is 'cuda', but torch sees no GPU", hint="use device='cpu' or 'auto'")
+    if device != "auto":
+        return Choice("device", device, "as asked")
+    if cuda_available:
+        return Choice("device", "cuda", "a GPU is there")
+    return Choice("device", "cpu", "no GPU is visible")
+
+
+def choose_dtype(dtype: DType, checkpoint_dtype: str) -> Choice:
+    """The checkpoint's own type unless asked otherwise: nothing is narrowed silently."""
+    if dtype != "auto":
+        return Choice("dtype", dtype, "as asked")
+    return Choice("dtype", checkpoint_dtype, "the checkpoint's own type")
+
+
+def resolve(
+    config: EngineConfig, facts: ModelFacts, *, device: str, free_bytes: int | None
+) -> tuple[EngineConfig, tuple[Choice, ...]]:
+    """Fill every "auto" once.
+
+    device: "cpu" or "cuda". free_bytes: GPU memory left for pages after weights and activations; None on a
+    CPU. Returns the complete config and the choices made, for the log. Raises ConfigError when the pool
+    could not hold a single page.
+    """
+    on_gpu = device == "cuda"
+    choices = [Choice("device", device, "as chosen"), choose_dtype(config.dtype, facts.dtype)]
+    values: dict[str, Any] = {choice.name: choice.value for choice in choices}
+
+    def choose(name: str, value: object, reason: str) -> None:
+        given = getattr(config, name)
+        if given is None or given == "auto":
+            choices.append(Choice(name, value, reason))
+            values[name] = value
+        else:
+            values[name] = given
+
+    choose("max_num_seqs", 256 if on_gpu else 16, "default for this device")
+    choose("max_num_batched_tokens", 8192 if on_gpu else 512, "default for this device")
+    choose("prefill_policy", "mixed", "running requests keep their pace while prompts are computed")
+    choose("max_model_len", facts.max_position_embeddings, "the model's context")
+    if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, more than the model's context "
+            f"({facts.max_position_embeddings} tokens)",
+            hint="lower max_model_len",
+        )
+    num_pages, reason = _size_pool(config, facts, values, free_bytes)
+    choose("num_pages", num_pages, reason)
+    return replace(config, **values), tuple(choices)
+
+
+def page_bytes(config_dtype: str, page_size: int, facts: ModelFacts) -> int:
+    """Bytes of one page over all layers, K and V."""
+    return facts.kv_values_per_token * page_size * DTYPE_BYTES[config_dtype]
+
+
+def _size_pool(
+    config: EngineConfig, facts: ModelFacts, values: Mapping[str, Any], free_bytes: int | None
+) -> tuple[int, str]:
+    """How many pages to allocate, and why. More than all slots at full length could use is never taken."""
+    per_page = page_bytes(values["dtype"], config.page_size, facts)
+    useful = values["max_num_seqs"] * -(-values["max_model_len"] // config.page_size)
+    if config.pool_sizing == "formula":
+        assert config.mean_sequence_len is not None
+        tokens = int(values["max_num_seqs"] * config.mean_sequence_len * 1.5)
+        return -(-tokens // config.page_size), f"{values['max_num_seqs']} slots x mean length x 1.5"
+    budget = config.kv_cache_memory_bytes
+    if budget is None:
+        budget = DEFAULT_CPU_KV_BYTES if free_bytes is None else free_bytes
+    if config.num_pages is None and budget < per_page:
+        raise ConfigError(
+            f"no room for the KV cache: {budget / GIB:.3f} GiB available, one page needs {per_page / GIB:.3f} GiB",
+            hint="raise gpu_memory_utilization or kv_cache_memory_bytes, or lower page_size",
+        )
+    pages = min(budget // per_page, useful)
+    return pages, f"{pages * per_page / GIB:.2f} GiB of {budget / GIB:.2f} GiB for pages"

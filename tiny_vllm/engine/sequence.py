@@ -1,0 +1,120 @@
+"""One generation in progress.
+
+A sequence has a known length (prompt plus generated tokens) and a computed length (leading tokens whose keys
+and values exist). A step lets the computed length catch up by a chunk. Prefill, chunked prefill, decode, prefix
+hits and recomputation after preemption are all this one rule; the four states are derived from it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from tiny_vllm.types import FinishReason, Request, TokenLogprobs
+
+
+class SequenceState(StrEnum):
+    """WAITING -> PREFILL -> DECODE -> FINISHED; preemption leads back to WAITING."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Choice `index` of a request. `sequence_id` is unique and grows with arrival.
+
+    end_len: known length at which the sequence ends with reason `length`.
+    queue_key: smaller runs first; see `waiting.queue_key`.
+    seed: 64-bit seed of this choice's random stream.
+    page_hashes: chained hashes of the leading full pages of known tokens, extended when needed.
+    num_published: leading pages already findable by hash.
+    """
+
+    __slots__ = (
+        "computed_len",
+        "end_len",
+        "ending_token_ids",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_published",
+        "page_hashes",
+        "page_ids",
+        "prompt_len",
+        "prompt_logprobs",
+        "queue_key",
+        "reported_prompt",
+        "request",
+        "root_hash",
+        "scheduled_time",
+        "seed",
+        "sequence_id",
+        "slot",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        index: int,
+        *,
+        seed: int,
+        end_len: int,
+        ending_token_ids: frozenset[int],
+        queue_key: tuple[float, int],
+        root_hash: bytes,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.end_len = end_len
+        self.ending_token_ids = ending_token_ids
+        self.queue_key = queue_key
+        self.root_hash = root_hash
+        self.token_ids = list(request.prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.computed_len = 0
+        self.page_ids: list[int] = []
+        self.page_hashes: list[bytes] = []
+        self.num_published = 0
+        self.slot: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.scheduled_time: float | None = None
+        self.num_cached_tokens = 0
+        self.reported_prompt = False
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def known_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities are asked for and not yet complete."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < self.prompt_len - 1
+        )
+
+    @property
+    def state(self) -> SequenceState:
+        if self.finish_reason is not None:
+            return SequenceState.FINISHED
+        if self.slot is None:
+            return SequenceState.WAITING
+        if self.computed_len >= self.prompt_len and self.computed_len == self.known_len - 1:
+            return SequenceState.DECODE
+        return SequenceState.PREFILL
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}[{self.index}] {self.state}, "
+            f"{self.computed_len}/{self.known_len} computed, pages {self.page_ids})"
+        )

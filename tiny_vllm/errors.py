@@ -1,0 +1,43 @@
+"""Every error a user can meet.
+
+    TinyVLLMError
+    ├── ConfigError      an engine option is wrong, unknown or does not fit this machine
+    ├── ModelError       a checkpoint is unsupported, incomplete or damaged
+    ├── RequestError     one request is invalid (HTTP 400)
+    ├── CapacityError    valid, but there is no room now (HTTP 429 / 503)
+    └── EngineDead       the engine loop has stopped (HTTP 503)
+
+The first four are also `ValueError`: they say that a value given from outside cannot be used.
+A message names what was wrong, the value, the limit, and ends with a hint.
+"""
+
+from __future__ import annotations
+
+
+class TinyVLLMError(Exception):
+    """Base class of every error tiny-vllm raises on purpose."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{message}\nhint: {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(TinyVLLMError, ValueError):
+    """An engine option is unknown, out of range or cannot be met on this machine."""
+
+
+class ModelError(TinyVLLMError, ValueError):
+    """A checkpoint is unsupported, incomplete or damaged."""
+
+
+class RequestError(TinyVLLMError, ValueError):
+    """One request is invalid. Nothing else is affected."""
+
+
+class CapacityError(TinyVLLMError, ValueError):
+    """A valid request that cannot be taken now."""
+
+
+class EngineDead(TinyVLLMError):
+    """The engine loop has stopped and takes no more work."""

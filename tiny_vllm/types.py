@@ -1,0 +1,262 @@
+"""The nouns that travel between the layers: what a client asks, and what the engine answers.
+
+Text never enters the engine. A `Request` holds token ids; a `TokenEvent` hands them back one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from tiny_vllm.errors import RequestError
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing logits by them would overflow without changing the choice."""
+
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The first two are OpenAI's; `error` means the model gave no usable logits."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How to turn logits into tokens and when to stop. Names and defaults are vLLM's.
+
+    n: choices generated for one prompt. Each has its own random stream.
+    max_tokens: most tokens to generate; None means up to the context limit; 0 only evaluates the prompt.
+    min_tokens: EOS, stop tokens and stop strings have no effect before this many tokens.
+    temperature: 0 (or anything under 1e-5) is greedy.
+    top_p, top_k, min_p: keep the smallest set of tokens with this probability mass, the k most likely
+        (0 or -1: all), those with at least min_p times the highest probability. Applied after temperature,
+        in the order top_k, top_p, min_p; the most likely token always stays.
+    presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for generated tokens.
+    repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
+    seed: same seed, same tokens, whatever else runs. None draws a fresh one.
+    stop: string or strings that end the text. stop_token_ids: tokens that end it.
+    include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.
+    ignore_eos: go on past the model's end-of-sequence tokens.
+    bad_words: texts whose tokens may not be completed. allowed_token_ids: the only tokens permitted.
+    logit_bias: token id -> value added to its logit.
+    logprobs: number of most likely tokens reported per generated token beside the chosen one (None: off,
+        -1: the whole vocabulary). They are those of the model, before temperature, penalties and filters.
+    prompt_logprobs: the same for every prompt token but the first.
+    detokenize: produce text. skip_special_tokens: leave control tokens out of it.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lists()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def uses_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, low=1)
+        _integer("max_tokens", self.max_tokens, low=0, optional=True)
+        _integer("min_tokens", self.min_tokens, low=0)
+        _integer("top_k", self.top_k, low=-1, hint="0 or -1 keeps every token")
+        _integer("seed", self.seed, low=-(2**63), high=MAX_SEED, optional=True)
+        _integer("logprobs", self.logprobs, low=-1, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, low=-1, optional=True)
+        _number("temperature", self.temperature, low=0.0, hint="0 is greedy")
+        _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 keeps every token")
+        _number("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token")
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, hint="1 is off")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0, but must be above 0", hint="1 is off")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})",
+                hint="lower min_tokens or raise max_tokens",
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, but must be true or false")
+
+    def _check_lists(self) -> None:
+        """Normalise the collections to tuples, so that a frozen value really is one."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _set(self, "stop", _texts("stop", stop))
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", hint="use stop_token_ids instead")
+        _set(self, "bad_words", _texts("bad_words", self.bad_words, reject_blank=True))
+        _set(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        _set(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, so no token could be chosen", hint="leave it out")
+        if self.logit_bias is not None:
+            _set(self, "logit_bias", _bias(self.logit_bias))
+
+
+def _set(params: SamplingParams, name: str, value: object) -> None:
+    object.__setattr__(params, name, value)
+
+
+def _integer(
+    name: str,
+    value: object,
+    *,
+    low: int,
+    high: int | None = None,
+    optional: bool = False,
+    hint: str | None = None,
+) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}, but must be an integer", hint=hint)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} is {value}, but must be {limit}", hint=hint)
+
+
+def _number(
+    name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} is {value!r}, but must be a number", hint=hint)
+    if not math.isfinite(value) or not low <= value <= high:
+        limit = f"a finite number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name} is {value}, but must be {limit}", hint=hint)
+
+
+def _texts(name: str, values: object, *, reject_blank: bool = False) -> tuple[str, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise RequestError(f"{name} is {values!r:.80}, but must be a list of strings")
+    for value in values:
+        if not isinstance(value, str):
+            raise RequestError(f"{name} contains {value!r:.80}, which is not a string")
+        if not value or (reject_blank and not value.strip()):
+            raise RequestError(f"{name} contains {value!r:.80}, which has no text", hint="remove it")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise RequestError(f"{name} is {values!r:.80}, but must be a list of token ids")
+    for value in values:
+        _integer(f"a token id in {name}", value, low=0)
+    return tuple(values)
+
+
+def _bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {bias!r:.80}, but must map token ids to numbers")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        # JSON objects have string keys, so "42" is how a token id arrives over HTTP.
+        if isinstance(key, str) and key.isdecimal() and key.isascii():
+            key = int(key)
+        _integer("a token id in logit_bias", key, low=0)
+        _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
+        checked[key] = float(value)
+    return checked
+
+
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated prompt on its way into the engine.
+
+    bad_words_token_ids: the token sequences `sampling.bad_words` stands for; text layers fill it.
+    priority: smaller is more urgent. cache_salt: prompts share pages only with the same salt.
+    arrival_time: seconds on the engine's clock.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one position: the token itself first, then the most likely ones.
+
+    ranks[i] is 1 for the most likely token of the vocabulary.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """What is known once a prompt has been computed; sent with a sequence's first event.
+
+    prompt_logprobs: one entry per prompt token, None for the first; None if not asked for.
+    """
+
+    scheduled_time: float
+    num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One step of one choice. Exactly one event per choice has a `finish_reason`: its last.
+
+    token_id is None when a sequence ends without a token (abort, max_tokens=0, outgrown pool).
+    stop_reason is the token of `stop_token_ids` that ended it, None for EOS.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt: PromptInfo | None = None
