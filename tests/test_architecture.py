@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tiny_vllm"
 
-# From top to bottom. A part imports only what stands below it, or itself; parts of one line do not know each other.
+# From top to bottom. A part imports itself and what stands below it; parts of one line do not know each other.
 LAYERS = (
     ("__main__",),
     ("cli",),
@@ -202,6 +202,7 @@ def test_every_engine_option_is_on_the_command_line(command: str) -> None:
     if "tiny_vllm.cli.main" not in SOURCES:
         pytest.skip("the command line does not exist yet")
     from tiny_vllm.cli.main import build_parser
+
     from tiny_vllm.config import EngineConfig
 
     parsed = vars(build_parser().parse_args(command.split()))
