@@ -1,0 +1,165 @@
+"""Conversations to prompt text, by the Jinja template that comes with a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tiny_vllm.errors import ModelError, RequestError
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    source: Jinja, with what chat templates expect: loop controls, `raise_exception`, `strftime_now`, a
+    `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
+    tool_source: the template to use when tools are given, if there is a separate one.
+    special_tokens: variables of the template, for example {"bos_token": "<s>"}.
+    Raises ModelError for a template that is not valid Jinja.
+    """
+
+    def __init__(
+        self, source: str, *, tool_source: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(tool_source) if tool_source else self._template
+        except TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
+        self._wants_parts = self._takes_content_parts()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        messages: mappings with "role" and "content"; content is a string, a list of {"type": "text"} parts,
+        or None beside "tool_calls". add_generation_prompt: end with the opening of the assistant's turn.
+        variables: further variables of the template. Raises RequestError for messages that are malformed or
+        that the template refuses, with the template's words.
+        """
+        checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
+        template = self._tool_template if tools else self._template
+        try:
+            return template.render(
+                {
+                    **self.special_tokens,
+                    "documents": None,
+                    **variables,
+                    "messages": checked,
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except TemplateError as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {error.message or error}"
+            ) from None
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
+            # The template tripped over the messages: it has no other input.
+            raise RequestError(f"the chat template cannot render these messages: {error}") from None
+
+    def _check_message(self, place: int, message: object) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"messages[{place}] is of type {type(message).__name__}, but must be an object"
+            )
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise RequestError(f"messages[{place}] has role {role!r:.80}, but needs one", hint='use "user"')
+        if content is None:
+            if not message.get("tool_calls"):
+                raise RequestError(f"messages[{place}] has no content", hint="content is a string")
+            return dict(message)
+        if isinstance(content, str):
+            return dict(message)
+        parts = _text_parts(place, content)
+        return {**message, "content": parts if self._wants_parts else "".join(part["text"] for part in parts)}
+
+    def _takes_content_parts(self) -> bool:
+        """Whether the template reads a list of parts; one for text only would print the list itself."""
+        probe = "content-parts-probe"
+        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        try:
+            rendered = self._template.render(
+                {**self.special_tokens, "messages": [message], "tools": None, "add_generation_prompt": True}
+            )
+        except Exception:
+            return False
+        return probe in rendered and f"'{probe}'" not in rendered and f'"{probe}"' not in rendered
+
+
+def _check_list(messages: object) -> Sequence[object]:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages is of type {type(messages).__name__}, but must be a list",
+            hint='use [{"role": "user", "content": "..."}]',
+        )
+    if not messages:
+        raise RequestError("messages is empty", hint='use [{"role": "user", "content": "..."}]')
+    return messages
+
+
+def _text_parts(place: int, content: object) -> list[dict[str, str]]:
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(
+            f"messages[{place}].content is of type {type(content).__name__}, "
+            "but must be a string or a list of text parts"
+        )
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise RequestError(
+                f"messages[{place}].content has a part of type {kind!r:.80}, but only text is supported"
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"messages[{place}].content has a text part without text")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(format_text: str) -> str:
+    return datetime.now().strftime(format_text)

@@ -1,0 +1,187 @@
+"""A Tokenizer from the vocabulary inside a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.text.chat_template import ChatTemplate
+from tiny_vllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from tiny_vllm.text.gguf_vocabulary import GGUFTokenType, GGUFVocabulary
+from tiny_vllm.text.special_tokens import set_bos_and_eos
+from tiny_vllm.text.tokenizer import Tokenizer
+
+SPACE = "▁"
+"""SentencePiece writes a space as U+2581."""
+
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end a reply. Many files name only the token that ends a document."""
+
+
+def tokenizer_from_gguf(vocabulary: GGUFVocabulary) -> Tokenizer:
+    """Build the tokenizer that the file describes.
+
+    Raises ModelError for a model or pre-tokenizer that is not supported, and for damaged vocabularies.
+    """
+    _check(vocabulary)
+    match vocabulary.model:
+        case "gpt2":
+            return _byte_level_tokenizer(vocabulary)
+        case "llama":
+            return _sentencepiece_tokenizer(vocabulary)
+        case other:
+            raise ModelError(f"tokenizer.ggml.model is {other!r}, but must be one of 'gpt2', 'llama'")
+
+
+def _byte_level_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
+    name = vocabulary.pre or "default"
+    rule = PRE_TOKENIZERS.get(name)
+    if rule is None:
+        raise ModelError(
+            f"tokenizer.ggml.pre is {name!r}, which is not supported",
+            hint="supported are " + ", ".join(sorted(PRE_TOKENIZERS)),
+        )
+    if vocabulary.merges is None:
+        raise ModelError("tokenizer.ggml.merges is missing, but tokenizer.ggml.model is 'gpt2'")
+    model = _bpe(vocabulary, merges=_read_merges(vocabulary.merges), ignore_merges=rule.ignore_merges)
+    backend = Backend(model)
+    backend.normalizer = normalizers.NFC() if rule.composes else None
+    backend.pre_tokenizer = _splitter(rule)
+    backend.decoder = decoders.ByteLevel()
+    return _finish(backend, vocabulary, vocabulary.bos_token_id, vocabulary.eos_token_id, rule.adds_bos)
+
+
+def _sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
+    if vocabulary.scores is None or len(vocabulary.scores) != len(vocabulary.tokens):
+        num_scores = 0 if vocabulary.scores is None else len(vocabulary.scores)
+        raise ModelError(f"tokenizer.ggml.scores has {num_scores} of {len(vocabulary.tokens)} scores")
+    unk_id = 0 if vocabulary.unk_token_id is None else vocabulary.unk_token_id
+    model = _bpe(
+        vocabulary,
+        merges=_merges_from_scores(vocabulary),
+        unk_token=vocabulary.tokens[unk_id],
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    backend = Backend(model)
+    adds_space = vocabulary.add_space_prefix is not False
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if adds_space else replace
+    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps)
+    # The format's own defaults for SentencePiece models.
+    bos_id = 1 if vocabulary.bos_token_id is None else vocabulary.bos_token_id
+    eos_id = 2 if vocabulary.eos_token_id is None else vocabulary.eos_token_id
+    return _finish(backend, vocabulary, bos_id, eos_id, adds_bos=True)
+
+
+def _finish(
+    backend: Backend, vocabulary: GGUFVocabulary, bos_id: int | None, eos_id: int | None, adds_bos: bool
+) -> Tokenizer:
+    """Add the special tokens, the rule for BOS and EOS, and the chat template."""
+    types = vocabulary.token_types or ()
+    for token_id, token_type in enumerate(types):
+        if token_type in (GGUFTokenType.CONTROL, GGUFTokenType.UNKNOWN):
+            backend.add_special_tokens(
+                [AddedToken(vocabulary.tokens[token_id], special=True, normalized=False)]
+            )
+        elif token_type == GGUFTokenType.USER_DEFINED:
+            backend.add_tokens([AddedToken(vocabulary.tokens[token_id], normalized=False)])
+    adds_bos = adds_bos if vocabulary.add_bos_token is None else vocabulary.add_bos_token
+    set_bos_and_eos(
+        backend,
+        bos_token=vocabulary.tokens[bos_id] if adds_bos and bos_id is not None else None,
+        eos_token=vocabulary.tokens[eos_id] if vocabulary.add_eos_token and eos_id is not None else None,
+    )
+    roles = {
+        "bos_token": bos_id,
+        "eos_token": eos_id,
+        "unk_token": vocabulary.unk_token_id,
+        "pad_token": vocabulary.pad_token_id,
+    }
+    special_tokens = {role: vocabulary.tokens[id_] for role, id_ in roles.items() if id_ is not None}
+    template = vocabulary.chat_template
+    return Tokenizer(
+        backend,
+        special_tokens=special_tokens,
+        eos_token_ids=_end_ids(vocabulary, eos_id),
+        chat_template=ChatTemplate(template, special_tokens=special_tokens) if template else None,
+    )
+
+
+def _end_ids(vocabulary: GGUFVocabulary, eos_id: int | None) -> Iterable[int]:
+    ids = [eos_id, vocabulary.eot_token_id]
+    for token_id, token_type in enumerate(vocabulary.token_types or ()):
+        if token_type == GGUFTokenType.CONTROL and vocabulary.tokens[token_id] in END_OF_TURN_TOKENS:
+            ids.append(token_id)
+    return dict.fromkeys(token_id for token_id in ids if token_id is not None)
+
+
+def _splitter(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _bpe(vocabulary: GGUFVocabulary, *, merges: list[tuple[str, str]], **options: object) -> models.BPE:
+    ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
+    try:
+        return models.BPE(vocab=ids, merges=merges, **options)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"the tokenizer in the file is damaged: {error}") from None
+
+
+def _read_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for rank, merge in enumerate(merges):
+        # A piece may itself start with a space, so the separator is looked for behind its first character.
+        split = merge.find(" ", 1)
+        if split < 0:
+            raise ModelError(
+                f"tokenizer.ggml.merges[{rank}] is {merge!r}, but must be two pieces and a space"
+            )
+        pairs.append((merge[:split], merge[split + 1 :]))
+    return pairs
+
+
+def _merges_from_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, the best-scored result first.
+
+    SentencePiece merges the neighbours whose joined piece scores highest; a table of ranked pairs does the
+    same.
+    """
+    assert vocabulary.scores is not None
+    types = vocabulary.token_types or [GGUFTokenType.NORMAL] * len(vocabulary.tokens)
+    pieces = {
+        token: score
+        for token, score, token_type in zip(vocabulary.tokens, vocabulary.scores, types, strict=True)
+        if token_type in (GGUFTokenType.NORMAL, GGUFTokenType.USER_DEFINED)
+    }
+    merges = []
+    for piece, score in pieces.items():
+        for split in range(len(piece) - 1, 0, -1):
+            if piece[:split] in pieces and piece[split:] in pieces:
+                merges.append((-score, piece[:split], piece[split:]))
+    merges.sort(key=lambda merge: merge[0])
+    return [(left, right) for _, left, right in merges]
+
+
+def _check(vocabulary: GGUFVocabulary) -> None:
+    num_tokens = len(vocabulary.tokens)
+    types = vocabulary.token_types
+    if types is not None and len(types) != num_tokens:
+        raise ModelError(f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens")
+    for role in ("bos", "eos", "eot", "unk", "pad"):
+        token_id = getattr(vocabulary, f"{role}_token_id")
+        if token_id is not None and not 0 <= token_id < num_tokens:
+            raise ModelError(f"the {role} token id is {token_id}, but the vocabulary has {num_tokens} tokens")
+    seen: dict[str, int] = {}
+    for token_id, token in enumerate(vocabulary.tokens):
+        if token and seen.setdefault(token, token_id) != token_id:
+            raise ModelError(f"token {token!r} appears twice: as {seen[token]} and as {token_id}")

@@ -1,0 +1,120 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tokenizers import Tokenizer as Backend
+
+from tiny_vllm.errors import RequestError
+from tiny_vllm.text.chat_template import ChatTemplate
+from tiny_vllm.text.detokenizer import Detokenizer
+from tiny_vllm.text.pieces import pieces_of
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with the facts a model needs beside it.
+
+    special_tokens: role -> text, for example {"bos_token": "<s>"}. eos_token_ids: tokens that end a
+    generation, as far as the tokenizer knows. vocab_size: one more than the highest id that stands for
+    something; a model may have more rows than that. special_token_ids: control tokens, left out of text when
+    special tokens are skipped. adds_bos: encoding starts with the BOS token.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        # Checkpoints carry the limits of their training; a prompt is never cut or padded silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pieces = pieces_of(backend)
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bos_token_id = self._id_of_role("bos_token")
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        start = backend.encode("").ids[:1]
+        self.adds_bos = self.bos_token_id is not None and start == [self.bos_token_id]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        add_special_tokens: add what the tokenizer adds to a prompt, usually BOS. A text that already begins
+        with the BOS token does not get a second one, so a rendered conversation may be passed as it is.
+        Raises RequestError for anything that is not Unicode text.
+        """
+        _check_text(text)
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self.adds_bos and ids[1:2] == [self.bos_token_id]:
+            del ids[0]
+        return ids
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Token ids of a rendered conversation: one BOS if the tokenizer adds BOS, whoever writes it.
+
+        Only BOS is added: an end-of-sequence token after the prompt would end the reply before it starts.
+        """
+        _check_text(rendered)
+        ids = self._backend.encode(rendered, add_special_tokens=False).ids
+        if self.adds_bos and ids[:1] != [self.bos_token_id]:
+            assert self.bos_token_id is not None
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def decode(
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, continues: bool = False
+    ) -> str:
+        """Text of token ids: their bytes, joined and read as UTF-8, U+FFFD for bytes that are no character.
+
+        Ids without a token leave nothing. For well-formed text this is what the `tokenizers` library gives.
+        continues: see Detokenizer.
+        """
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, continues=continues)
+        text = "".join([detokenizer.add(token_id) for token_id in token_ids])
+        return text + detokenizer.flush()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
+        """An incremental `decode`."""
+        skipped_ids = self.special_token_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self._pieces, skipped_ids=skipped_ids, continues=continues)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, leading space included; empty for an id without a token."""
+        return self._pieces.bytes_of(token_id, None)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, U+FFFD for the bytes of a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token given as the vocabulary spells it."""
+        return self._backend.token_to_id(token)
+
+    def _id_of_role(self, role: str) -> int | None:
+        token = self.special_tokens.get(role)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"text is of type {type(text).__name__}, but must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text has a lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
+            hint="send well-formed Unicode; half of an emoji's \\u escape pair is missing",
+        ) from None

@@ -1,0 +1,163 @@
+"""A Tokenizer from the files of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.text.chat_template import ChatTemplate
+from tiny_vllm.text.special_tokens import set_bos_and_eos
+from tiny_vllm.text.tokenizer import Tokenizer
+
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+TOOL_TEMPLATE_NAME = "tool_use"
+
+
+def load_tokenizer_directory(path: str | Path) -> Tokenizer:
+    """Read tokenizer.json and the files beside it.
+
+    path: a directory, or a tokenizer.json. Read besides, where present: tokenizer_config.json (special
+    tokens, added tokens, add_bos_token, add_eos_token, chat_template as text or as a list of named
+    templates), special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja and
+    chat_template.json. Raises ModelError for what is missing, damaged or contradictory.
+    """
+    path = Path(path)
+    directory = path.parent if path.is_file() else path
+    backend = _read_backend(path if path.is_file() else path / "tokenizer.json")
+    config = _read_json(directory / "tokenizer_config.json")
+    roles = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
+    roles = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
+    _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    _mark_special(backend, [*roles.values(), *_further_special_tokens(config)])
+    if "add_bos_token" in config or "add_eos_token" in config:
+        # These settings, where a checkpoint has them, replace what tokenizer.json adds around a prompt.
+        set_bos_and_eos(
+            backend,
+            bos_token=roles.get("bos_token") if config.get("add_bos_token") else None,
+            eos_token=roles.get("eos_token") if config.get("add_eos_token") else None,
+        )
+    templates = _chat_templates(directory, config)
+    eos_token_id = backend.token_to_id(roles["eos_token"]) if "eos_token" in roles else None
+    return Tokenizer(
+        backend,
+        special_tokens=roles,
+        eos_token_ids=() if eos_token_id is None else (eos_token_id,),
+        chat_template=None if templates is None else templates.compile(roles),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Templates:
+    """Sources of the chat template, and of the one for conversations with tools."""
+
+    default: str
+    tool: str | None = None
+
+    def compile(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        return ChatTemplate(self.default, tool_source=self.tool, special_tokens=special_tokens)
+
+
+def _read_backend(path: Path) -> Backend:
+    if not path.is_file():
+        hint = "a checkpoint for the tokenizers library has this file"
+        if (path.parent / "tokenizer.model").is_file():
+            hint = "tokenizer.model alone is not read: save the tokenizer in its fast form beside it"
+        raise ModelError(f"{path} does not exist", hint=hint)
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} is not a tokenizer: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, but must hold an object")
+    return value
+
+
+def _text_of(token: object) -> str | None:
+    """Tokens are written as text or as an object with `content`."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    texts = {role: _text_of(config.get(role)) for role in ROLES}
+    return {role: text for role, text in texts.items() if text}
+
+
+def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
+    listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    tokens = listed.values() if isinstance(listed, Mapping) else listed
+    return [text for token in tokens if (text := _text_of(token))]
+
+
+def _add_tokens(backend: Backend, entries: Mapping[str, Any]) -> None:
+    """Add what tokenizer_config.json lists beyond tokenizer.json. Raises ModelError if ids disagree."""
+    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
+        content = _text_of(entry)
+        if not content:
+            continue
+        known = backend.get_added_tokens_decoder().get(int(key)) if backend.token_to_id(content) else None
+        if known is None or known.special != bool(entry.get("special")):
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            token = AddedToken(content, **{flag: bool(entry[flag]) for flag in flags if flag in entry})
+            if token.special:
+                backend.add_special_tokens([token])
+            else:
+                backend.add_tokens([token])
+        token_id = backend.token_to_id(content)
+        if token_id != int(key):
+            raise ModelError(
+                f"tokenizer_config.json gives token {content!r} the id {key}, but tokenizer.json {token_id}"
+            )
+
+
+def _mark_special(backend: Backend, tokens: list[str]) -> None:
+    """Tokens with a role are control tokens, also where tokenizer.json does not say so."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for token in tokens:
+        if token not in special and backend.token_to_id(token) is not None:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> _Templates | None:
+    """A file of its own comes before an entry in a JSON file."""
+    named = _named_templates(_read_json(directory / "chat_template.json").get("chat_template"))
+    named = {**_named_templates(config.get("chat_template")), **named}
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        named[file.stem] = file.read_text(encoding="utf-8")
+    own_file = directory / "chat_template.jinja"
+    if own_file.is_file():
+        named["default"] = own_file.read_text(encoding="utf-8")
+    tool = named.get(TOOL_TEMPLATE_NAME)
+    default = named.get("default", tool)
+    return None if default is None else _Templates(default, tool)
+
+
+def _named_templates(value: object) -> dict[str, str]:
+    match value:
+        case None:
+            return {}
+        case str():
+            return {"default": value}
+        case list():
+            entries = [entry for entry in value if isinstance(entry, Mapping)]
+            return {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+    raise ModelError(
+        f"chat_template is of type {type(value).__name__}, but must be text or a list of templates"
+    )
