@@ -1,0 +1,101 @@
+"""Prefill attention over pages: the last tokens of each sequence's context as queries, causal.
+
+    out[t] = softmax(scale * q[t] K[:p+1]^T) V[:p+1]     p: the position of query t in its context
+
+q [T, Hq, D], the chunks of S sequences one after another; k_cache, v_cache [num_pages, Hkv, page_size, D];
+page_table [S, W]; query_starts [S + 1]; context_lens [S]; out [T, Hq, D] of q's type. A chunk of n tokens
+holds the last n of its context, whose keys are already in their pages: whole prompts, later chunks and prefix
+hits are one case. Scores, softmax and sums are FP32; out is rounded once.
+4 * Hq * D FLOPs per query and visible key: compute-bound from some hundred tokens on.
+Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.paged_context import context_rows, gather_rows
+
+QUERY_TILE = 128
+KEY_TILE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillContext:
+    """What all layers of one step share about one sequence's chunk.
+
+    queries: the chunk's rows of q. rows: [Hkv, context_len], see `context_rows`.
+    """
+
+    queries: slice
+    rows: Tensor
+
+
+def prepare_prefill_attention(
+    page_table: Tensor, query_starts: Tensor, context_lens: Tensor, num_kv_heads: int, page_size: int
+) -> list[PrefillContext]:
+    """page_table [S, W], query_starts [S + 1], context_lens [S]: one entry per sequence."""
+    starts = query_starts.tolist()
+    contexts = []
+    for index, context_len in enumerate(context_lens.tolist()):
+        one = slice(index, index + 1)
+        rows = context_rows(page_table[one], context_lens[one], context_len, num_kv_heads, page_size)
+        contexts.append(PrefillContext(slice(starts[index], starts[index + 1]), rows[0]))
+    return contexts
+
+
+def prefill_attention_ref(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: list[PrefillContext], scale: float
+) -> Tensor:
+    """q [T, Hq, D] -> [T, Hq, D]."""
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for context in contexts:
+        keys, values = gather_rows(k_cache, context.rows), gather_rows(v_cache, context.rows)
+        _attend(q[context.queries], keys, values, scale, output[context.queries])
+    return output
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, output: Tensor) -> None:
+    """One sequence. q, output [n, Hq, D]; keys, values [Hkv, context_len, D]."""
+    num_queries, _, head_dim = q.shape
+    num_kv_heads, context_len, _ = keys.shape
+    queries = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    grouped_output = output.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys, values = keys.float().unsqueeze(1), values.float().unsqueeze(1)
+    for start in range(0, num_queries, QUERY_TILE):
+        tile = queries[:, :, start : start + QUERY_TILE].float()
+        first_position = context_len - num_queries + start
+        grouped_output[:, :, start : start + QUERY_TILE] = _attend_tile(
+            tile, keys, values, scale, first_position
+        )
+
+
+def _attend_tile(queries: Tensor, keys: Tensor, values: Tensor, scale: float, first_position: int) -> Tensor:
+    """queries [Hkv, G, n, D] at positions from first_position on; keys, values [Hkv, 1, L, D]; all FP32."""
+    num_queries = queries.shape[2]
+    positions = torch.arange(first_position, first_position + num_queries, device=queries.device)
+    visible_len = first_position + num_queries
+
+    # The first key tile holds position 0, visible to every query: the running maximum is finite from then on.
+    maximum = queries.new_full((*queries.shape[:3], 1), -torch.inf)
+    total = torch.zeros_like(maximum)
+    output = torch.zeros_like(queries)
+    for start in range(0, visible_len, KEY_TILE):
+        end = min(start + KEY_TILE, visible_len)
+        scores = queries @ keys[:, :, start:end].mT * scale
+        if end > first_position + 1:
+            hidden = torch.arange(start, end, device=queries.device) > positions.unsqueeze(1)
+            scores.masked_fill_(hidden, -torch.inf)
+        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        weights = (scores - new_maximum).exp_()
+        shrink = (maximum - new_maximum).exp_()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        output = output * shrink + weights @ values[:, :, start:end]
+        maximum = new_maximum
+    return output / total
+
+
+prefill_attention = prefill_attention_ref

@@ -1,0 +1,39 @@
+"""One step's work as tensors: what the decoder is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """T tokens: first one token of each of B decoding sequences, then the chunks of S prefilling ones.
+
+    Every tensor is int64. A cell is page * page_size + offset. Padding entries of a page table are page 0.
+    A context length counts the tokens of this step: it is at least 1, and at least the chunk's length.
+
+    token_ids, positions, cells: [T]
+    decode_page_table: [B, W]; decode_context_lens: [B]
+    prefill_page_table: [S, W]; prefill_context_lens: [S]
+    prefill_query_starts: [S + 1], where each chunk begins, counted from the first prefill token; the last
+        entry is the number of prefill tokens. No chunk is empty.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    cells: Tensor
+    decode_page_table: Tensor
+    decode_context_lens: Tensor
+    prefill_page_table: Tensor
+    prefill_query_starts: Tensor
+    prefill_context_lens: Tensor
+
+    @property
+    def num_decodes(self) -> int:
+        return self.decode_context_lens.shape[0]
+
+    @property
+    def num_prefills(self) -> int:
+        return self.prefill_context_lens.shape[0]

@@ -1,0 +1,97 @@
+"""The table of rotary angles: frequencies of each scaling, as cos and sin per position.
+
+Sources: linear, Chen et al. 2023, arXiv 2306.15595; dynamic (NTK by length), bloc97 2023; yarn, Peng et al.
+2023, arXiv 2309.00071; llama3, the Llama 3.1 reference. Definitions as in Hugging Face's `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.models.spec import RopeSpec
+
+
+def rope_table(rope: RopeSpec, *, max_len: int) -> Tensor:
+    """cos_sin [max_len, rotary_dim] FP32: row p holds the cosines, then the sines, of position p's angles.
+
+    `dynamic` stretches the base with the length in use. The base here is that of max_len, the longest
+    sequence the engine accepts, for every request: an answer then depends neither on its own later length nor on
+    its neighbours, and cached keys stay valid. It equals the stretching of the length in use at max_len,
+    and no stretching when max_len is within the original length.
+    """
+    frequencies, scale = _frequencies(rope, max_len)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), -1)
+
+
+def _frequencies(rope: RopeSpec, max_len: int) -> tuple[Tensor, float]:
+    """Angle per position, [rotary_dim / 2] FP32, and the factor on cos and sin."""
+    if rope.scaling == "default":
+        return _plain(rope.theta, rope), 1.0
+    if rope.scaling == "linear":
+        return _plain(rope.theta, rope) / rope.factor, 1.0
+    if rope.scaling == "dynamic":
+        return _plain(_dynamic_theta(rope, max_len), rope), 1.0
+    if rope.scaling == "llama3":
+        return _llama3(rope), 1.0
+    return _yarn(rope)
+
+
+def _plain(theta: float, rope: RopeSpec) -> Tensor:
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    return 1.0 / (theta**exponents)
+
+
+def _original_len(rope: RopeSpec) -> int:
+    assert rope.original_max_position_embeddings is not None, f"{rope.scaling} needs the original length"
+    return rope.original_max_position_embeddings
+
+
+def _dynamic_theta(rope: RopeSpec, max_len: int) -> float:
+    original_len = _original_len(rope)
+    length = max(max_len, original_len)
+    stretch = rope.factor * length / original_len - (rope.factor - 1)
+    return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+
+
+def _llama3(rope: RopeSpec) -> Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between blended by their wavelength."""
+    frequencies = _plain(rope.theta, rope)
+    waves_per_original_len = _original_len(rope) * frequencies / (2 * math.pi)
+    blend = (waves_per_original_len - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(rope: RopeSpec) -> tuple[Tensor, float]:
+    """Blend by dimension between kept (fast) and slowed (slow) frequencies; cos and sin grow a little."""
+    original_len = _original_len(rope)
+
+    def dimension_turning(rotations: float) -> float:
+        """The dimension, as a real number, that turns this often over the original length."""
+        wavelength_ratio = original_len / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(wavelength_ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low if high != low else 0.001
+    slowed = ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    frequencies = _plain(rope.theta, rope)
+    return slowed * frequencies / rope.factor + (1 - slowed) * frequencies, _yarn_scale(rope)
+
+
+def _yarn_scale(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def growth(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return growth(rope.mscale) / growth(rope.mscale_all_dim)
+    return growth(1.0)
