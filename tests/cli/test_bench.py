@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.fakes import SPEC, FakeLLM
+from tiny_vllm.cli import bench_report
+from tiny_vllm.cli.machine import measure_read_bandwidth, step_bytes
+from tiny_vllm.cli.main import main
+
+SMALL = ("--input-len", "8", "--output-len", "3")
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(bench_report, "measure_read_bandwidth", lambda device: 1e9)
+    return 1e9
+
+
+def test_latency_reports_the_share_of_the_memory_limit(
+    llm: FakeLLM, bandwidth: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", *SMALL, "--num-iters", "2", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    # The fake's tokens are half a second apart; keys and values of 8 prompt and 2 generated tokens are read.
+    rate = report["results"]["decode_tokens_per_second"]
+    assert rate == pytest.approx(2.0)
+    num_bytes = 2 * (SPEC.num_parameters + 10 * SPEC.kv_values_per_token)
+    assert report["limit"]["bytes_per_token"] == num_bytes
+    assert report["limit"]["share"] == pytest.approx(rate * num_bytes / bandwidth)
+    assert report["results"]["time_to_first_token_ms"]["p50"] == pytest.approx(500)
+    assert report["engine"]["dtype"] == "bfloat16"
+    assert "share of the memory limit" in captured.err
+
+
+def test_throughput_counts_all_tokens_and_writes_a_file(
+    llm: FakeLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    assert main(["bench", "throughput", *SMALL, "--num-prompts", "5", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    results = report["results"]
+    assert results["output_tokens_per_second"] * results["seconds"] == pytest.approx(5 * 3)
+    assert results["total_tokens_per_second"] * results["seconds"] == pytest.approx(5 * (8 + 3))
+    assert report["workload"] == {"num_prompts": 5, "input_len": 8, "output_len": 3, "max_num_seqs": 4}
+    assert "output tokens per second" in capsys.readouterr().out
+
+
+def test_no_run_finds_the_prefix_of_another(llm: FakeLLM) -> None:
+    main(["bench", "latency", *SMALL, "--num-iters", "3"])
+    prompts = {tuple(prompt) for prompt, _ in llm.asked}
+    assert len(prompts) == 4
+    assert all(len(prompt) == 8 and max(prompt) < SPEC.vocab_size for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["latency", "--input-len", "0"], "input_len is 0"),
+        (["latency", "--batch-size", "0"], "batch_size is 0"),
+        (["throughput", "--num-prompts", "-1"], "num_prompts is -1"),
+        (["throughput", "--input-len", "250", "--output-len", "7"], "input_len + output_len is 257"),
+        (["latency", "--json", "/no/such/place/x.json"], "/no/such/place/x.json cannot be written"),
+    ],
+)
+def test_impossible_workloads_are_refused(
+    arguments: list[str], message: str, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert llm.asked == []
+
+
+def test_an_untied_embedding_is_not_read_as_a_whole() -> None:
+    from dataclasses import replace
+
+    untied = replace(SPEC, tie_word_embeddings=False)
+    assert step_bytes(untied, "bfloat16", 1, 0) == step_bytes(SPEC, "bfloat16", 1, 0)
+    assert step_bytes(SPEC, "float32", 1, 0) == 4 * SPEC.num_parameters
+
+
+def test_bandwidth_is_positive() -> None:
+    assert measure_read_bandwidth("cpu", num_bytes=1 << 20, repeats=1) > 0

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.fakes import FakeLLM
+from tiny_vllm.cli.demo import QUESTIONS, stream_together
+from tiny_vllm.cli.main import main
+from tiny_vllm.types import SamplingParams
+
+
+def test_the_demo_fits_80_columns_without_colours(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\x1b" not in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
+    for question in QUESTIONS:
+        assert f"> {question}" in captured.out
+    assert captured.out.count("Hello big world") == len(QUESTIONS) + 1
+    assert "tokens/s" in captured.out
+    assert "32 of 48 prompt tokens found" in captured.out
+    assert ". free 22" in captured.out
+
+
+def test_streams_run_side_by_side() -> None:
+    llm = FakeLLM()
+    num_open: list[int] = []
+    outputs = stream_together(
+        llm,  # type: ignore[arg-type]
+        [([{"role": "user", "content": str(index)}], SamplingParams()) for index in range(3)],
+        lambda outputs: num_open.append(llm.num_open),
+    )
+    assert num_open == [3, 3, 3, 0]
+    assert [output.outputs[0].text for output in outputs] == ["Hello big world"] * 3

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.fakes import FakeLLM
+from tiny_vllm.cli.main import main
+from tiny_vllm.errors import RequestError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--page-size", "24"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: page_size is 24, but must be a power of two\nhint: use 16\n"
+
+
+def test_debug_shows_the_traceback(llm: FakeLLM) -> None:
+    llm.error = RequestError("too long")
+    with pytest.raises(RequestError):
+        main(["generate", "x", "--debug"])
+
+
+def test_a_fault_of_the_program_is_told_apart(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.error = RuntimeError("boom")
+    assert main(["generate", "x"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: unexpected RuntimeError: boom\n")
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_ends_quietly_with_130(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.before_word = lambda index: os.kill(os.getpid(), signal.SIGINT) if index == 1 else None
+    assert main(["generate", "x"]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "Hello"
+    assert captured.err.strip() == ""
+    assert llm.is_closed
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    code = (
+        "import sys; from tests.cli.fakes import FakeLLM; from tiny_vllm.cli import main, session\n"
+        "session.open_llm = lambda args: FakeLLM(words=('word ',) * 200_000)\n"
+        "sys.exit(main.main(['generate', 'x']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert "usage: tiny-vllm" in capsys.readouterr().err
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tiny_vllm", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for command in ("generate", "chat", "demo", "bench", "info"):
+        assert command in run.stdout

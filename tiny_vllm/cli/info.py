@@ -1,0 +1,94 @@
+"""`tiny-vllm info`: the machine, the model, the memory plan and every choice made. Loads no weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from tiny_vllm.cli.machine import describe_machine
+from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
+from tiny_vllm.config import (
+    DTYPE_BYTES,
+    GIB,
+    EngineConfig,
+    ModelFacts,
+    choose_device,
+    page_bytes,
+    resolve,
+)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="show the machine, the model and what the engine would choose",
+        usage="%(prog)s [options]",
+        description="Show the machine, the model, the memory plan and every choice, without loading weights.",
+        allow_abbrev=False,
+    )
+    add_engine_options(parser)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    import torch
+
+    from tiny_vllm.weights.checkpoint import open_checkpoint
+
+    device = choose_device(config.device, torch.cuda.is_available())
+    machine = describe_machine(str(device.value))
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
+    spec = checkpoint.spec
+    facts = ModelFacts(spec.dtype, spec.max_position_embeddings, spec.kv_values_per_token)
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    free_bytes = None
+    if device.value == "cuda":
+        free_bytes = int(machine["memory_bytes"] * config.gpu_memory_utilization) - weight_bytes
+    resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
+    assert resolved.num_pages is not None
+    per_page = page_bytes(dtype, resolved.page_size, facts)
+
+    _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
+    _section("model", [("name", checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_values(spec)])
+    _section(
+        "memory",
+        [
+            ("weights", f"{weight_bytes / GIB:.3f} GiB"),
+            ("one page", f"{per_page / 1024:.0f} KiB for {resolved.page_size} tokens over all layers"),
+            ("page pool", f"{resolved.num_pages} pages, {resolved.num_pages * per_page / GIB:.3f} GiB"),
+            ("room for", f"{(resolved.num_pages - 1) * resolved.page_size:,} tokens"),
+        ],
+    )
+    reasons = {choice.name: choice.reason for choice in (*choices, device)}
+    _section(
+        "options",
+        (
+            (option.name, _with_reason(getattr(resolved, option.name), reasons.get(option.name)))
+            for option in fields(EngineConfig)
+        ),
+    )
+    return 0
+
+
+def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
+    print(title)
+    for name, value in rows:
+        print(f"  {name:26} {value}")
+    print()
+
+
+def _values(spec: Any) -> list[tuple[str, object]]:
+    return [(field.name, getattr(spec, field.name)) for field in fields(spec)]
+
+
+def _shown(name: str, value: object) -> object:
+    return f"{value / GIB:.1f} GiB" if name.endswith("_bytes") and isinstance(value, int) else value
+
+
+def _with_reason(value: object, reason: str | None) -> str:
+    return f"{value}  ({reason})" if reason else str(value)

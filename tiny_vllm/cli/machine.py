@@ -1,0 +1,85 @@
+"""What this machine is and how fast it reads memory: the limit of every decode step."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import TYPE_CHECKING, Any
+
+from tiny_vllm.config import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from tiny_vllm.models.spec import ModelSpec
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Processor or GPU, threads, memory in bytes, versions."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        facts |= {"name": torch.cuda.get_device_name(), "memory_bytes": total, "free_memory_bytes": free}
+    else:
+        facts |= {"name": _processor_name(), **_main_memory()}
+    return facts
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _main_memory() -> dict[str, int | None]:
+    """Total and available bytes from Linux's /proc; None elsewhere."""
+    found: dict[str, int] = {}
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                name, _, rest = line.partition(":")
+                found[name] = int(rest.split()[0]) * 1024
+    except OSError:
+        pass
+    return {"memory_bytes": found.get("MemTotal"), "free_memory_bytes": found.get("MemAvailable")}
+
+
+def measure_read_bandwidth(device: str, *, num_bytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes per second of summing a buffer far larger than the caches, the best of several passes.
+
+    All of torch's threads take part on a CPU. num_bytes: default 256 MiB on a CPU and 2 GiB on a GPU.
+    """
+    import torch
+
+    if num_bytes is None:
+        num_bytes = 2 << 30 if device == "cuda" else 256 << 20
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    seconds = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        # .item() waits for the device.
+        buffer.sum().item()
+        seconds = min(seconds, time.perf_counter() - start)
+    return num_bytes / seconds
+
+
+def step_bytes(spec: ModelSpec, dtype: str, batch_size: int, context_len: float) -> float:
+    """Bytes that one decode step must read: the weights once, and every sequence's keys and values.
+
+    The embedding is read as a whole only where it is also the LM head; otherwise a step looks up single rows.
+    context_len: tokens in the cache of each of the batch_size sequences, on average.
+    """
+    parameters = spec.num_parameters
+    if not spec.tie_word_embeddings:
+        parameters -= spec.vocab_size * spec.hidden_size
+    return DTYPE_BYTES[dtype] * (parameters + batch_size * context_len * spec.kv_values_per_token)

@@ -1,0 +1,84 @@
+"""The `tiny-vllm` command: reads the arguments, calls one command, and turns errors into exit codes.
+
+Exit codes: 0 done; 1 a fault of the program; 2 a wrong argument, option or request; 130 Ctrl-C; 141 nobody
+reads the output any more. Data goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tiny_vllm.cli import bench, chat, demo, generate, info
+from tiny_vllm.errors import TinyVLLMError
+
+COMMANDS = (generate, chat, demo, bench, info)
+
+EXIT_FAULT = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class _ShowVersion(argparse.Action):
+    """Reads the version only when it is asked for: that import is slow."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"tiny-vllm {version('tiny-vllm')}")
+        except PackageNotFoundError:
+            print("tiny-vllm (not installed, run from its source)")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The complete command line. Every leaf parser sets `run`, the function to call with the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="tiny-vllm", description="Run a language model on this machine.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)],
+        format="%(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes stdout once more on exit; give it a place where that cannot fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except TinyVLLMError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as error:
+        if args.debug:
+            raise
+        print(
+            f"error: unexpected {type(error).__name__}: {error}\n"
+            "hint: this is a fault of tiny-vllm; --debug shows where it happened",
+            file=sys.stderr,
+        )
+        return EXIT_FAULT

@@ -1,0 +1,64 @@
+"""What the commands share: a loaded engine, a stream printed as it grows, and Ctrl-C between two steps."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tiny_vllm.cli.options import engine_config
+
+if TYPE_CHECKING:
+    from tiny_vllm.llm import LLM
+    from tiny_vllm.outputs import RequestOutput
+
+
+def open_llm(args: argparse.Namespace) -> LLM:
+    """Load the model of a command line. Wrong options are refused before anything heavy is imported."""
+    config = engine_config(args)
+    from tiny_vllm.llm import LLM
+
+    return LLM(**asdict(config))
+
+
+def print_stream(
+    outputs: Iterable[RequestOutput], should_stop: Callable[[], bool] = lambda: False
+) -> RequestOutput:
+    """Write the first choice's text to stdout as it grows, and a line end. Returns the last output."""
+    num_written = 0
+    for output in outputs:
+        text = output.outputs[0].text
+        sys.stdout.write(text[num_written:])
+        sys.stdout.flush()
+        num_written = len(text)
+        if should_stop():
+            break
+    print(flush=True)
+    return output
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    requested = False
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Interrupt]:
+    """Note the first Ctrl-C instead of raising it: no engine step is torn apart. A second one raises."""
+    interrupt = Interrupt()
+
+    def note(signal_number: int, frame: Any) -> None:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        interrupt.requested = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)
