@@ -6,6 +6,7 @@ Text never enters the engine. A `Request` holds token ids; a `TokenEvent` hands 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -16,6 +17,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow without changing the choice."""
 
 MAX_SEED = 2**64 - 1
+MAX_INTEGER = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -114,7 +116,7 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}, but must be true or false")
+                raise RequestError(f"{name} is {_shown(getattr(self, name))}, but must be true or false")
 
     def _check_lists(self) -> None:
         """Normalise the collections to tuples, so that a frozen value really is one."""
@@ -140,27 +142,33 @@ def _integer(
     value: object,
     *,
     low: int,
-    high: int | None = None,
+    high: int = MAX_INTEGER,
     optional: bool = False,
     hint: str | None = None,
 ) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}, but must be an integer", hint=hint)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value}, but must be {limit}", hint=hint)
+        raise RequestError(f"{name} is {_shown(value)}, but must be an integer", hint=hint)
+    if not low <= value <= high:
+        limit = f"at least {low}" if value < low and high == MAX_INTEGER else f"from {low} to {high}"
+        raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
 
 
-def _number(
-    name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None
-) -> None:
+def _number(name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {value!r}, but must be a number", hint=hint)
-    if not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} is {_shown(value)}, but must be a number", hint=hint)
+    # Integers too large for a float are only ever too large; NaN fails the comparison.
+    if not low <= value <= min(high, sys.float_info.max):
         limit = f"a finite number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} is {value}, but must be {limit}", hint=hint)
+        raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
+
+
+def _shown(value: object) -> str:
+    """A value as an error message shows it: bounded, and never failing as huge integers do when printed."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    return f"{value!r:.80}"
 
 
 def _texts(name: str, values: object, *, reject_blank: bool = False) -> tuple[str, ...] | None:
@@ -179,7 +187,7 @@ def _texts(name: str, values: object, *, reject_blank: bool = False) -> tuple[st
 def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
     if values is None:
         return None
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise RequestError(f"{name} is {values!r:.80}, but must be a list of token ids")
     for value in values:
         _integer(f"a token id in {name}", value, low=0)
@@ -192,7 +200,7 @@ def _bias(bias: object) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, value in bias.items():
         # JSON objects have string keys, so "42" is how a token id arrives over HTTP.
-        if isinstance(key, str) and key.isdecimal() and key.isascii():
+        if isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) <= 19:
             key = int(key)
         _integer("a token id in logit_bias", key, low=0)
         _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)

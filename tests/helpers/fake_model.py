@@ -1,0 +1,108 @@
+"""A stand-in for the device half: no tensors, but the same contract, and it notices every misplaced page.
+
+The "K/V" of a token is a fingerprint of all tokens up to it. The fake writes it to the cell the plan implies and,
+before each token, reads back the whole context through the slot's page table and compares. The next token is a
+pure function of the context and the seed, so what a request must produce is known without running anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tiny_vllm.engine.page_pool import NULL_PAGE
+from tiny_vllm.engine.plan import StepPlan, StepResult
+
+VOCABULARY = 50
+
+
+def fingerprint(previous: bytes, token: int) -> bytes:
+    return blake2b(previous + token.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def next_token(context: bytes, seed: int) -> int:
+    digest = blake2b(context + seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def expected_tokens(prompt: tuple[int, ...], seed: int, count: int, ending: frozenset[int]) -> list[int]:
+    """What a sequence generates when nothing else runs."""
+    context = b""
+    for token in prompt:
+        context = fingerprint(context, token)
+    tokens: list[int] = []
+    while len(tokens) < count and not (tokens and tokens[-1] in ending):
+        tokens.append(next_token(context, seed))
+        context = fingerprint(context, tokens[-1])
+    return tokens
+
+
+@dataclass
+class FakeSlot:
+    seed: int
+    pages: list[int]
+    computed_len: int
+    last_token: int | None = None
+
+
+@dataclass
+class FakeExecutor:
+    """fail_on_step: raise this instead of computing, once."""
+
+    page_size: int
+    cells: dict[int, bytes] = field(default_factory=dict)
+    slots: dict[int, FakeSlot] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        self.plans.append(plan)
+        for slot in plan.released_slots:
+            self.slots.pop(slot, None)
+        for admission in plan.admissions:
+            assert admission.slot not in self.slots, "admitted into a taken slot"
+            self.slots[admission.slot] = FakeSlot(
+                admission.seed, list(admission.page_ids), admission.computed_len
+            )
+        for edit in plan.page_edits:
+            assert edit.index == len(self.slots[edit.slot].pages), "page tables only grow at the end"
+            self.slots[edit.slot].pages.append(edit.page_id)
+        scheduled = [*plan.decode_slots, *(chunk.slot for chunk in plan.chunks)]
+        assert len(set(scheduled)) == len(scheduled), "a sequence is scheduled twice in a step"
+        tokens: list[int | None] = []
+        # All reads of a step see the pages as they were before it: nothing may depend on a neighbour's write.
+        contexts = [self._context(slot) for slot in scheduled]
+        for slot, context in zip(plan.decode_slots, contexts, strict=False):
+            token = self.slots[slot].last_token
+            assert token is not None
+            tokens.append(self._run(slot, context, [token], samples=True))
+        for chunk, context in zip(plan.chunks, contexts[len(plan.decode_slots) :], strict=True):
+            assert chunk.start == self.slots[chunk.slot].computed_len
+            token = self._run(chunk.slot, context, list(chunk.token_ids), chunk.samples)
+            if chunk.samples:
+                tokens.append(token)
+        return StepResult(token_ids=tokens)
+
+    def _context(self, slot: int) -> list[bytes]:
+        row = self.slots[slot]
+        return [self.cells[self._cell(row, position)] for position in range(row.computed_len)]
+
+    def _cell(self, row: FakeSlot, position: int) -> int:
+        page = row.pages[position // self.page_size]
+        assert page != NULL_PAGE
+        return page * self.page_size + position % self.page_size
+
+    def _run(self, slot: int, context: list[bytes], token_ids: list[int], samples: bool) -> int | None:
+        row = self.slots[slot]
+        last = context[-1] if context else b""
+        for token in token_ids:
+            last = fingerprint(last, token)
+            self.cells[self._cell(row, row.computed_len)] = last
+            row.computed_len += 1
+        if samples:
+            row.last_token = next_token(last, row.seed)
+            return row.last_token
+        return None

@@ -1,0 +1,223 @@
+"""Joins the planning half and the device half: one `step` is plan, compute, commit.
+
+The engine speaks token ids. It is driven from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine.plan import StepPlan, StepResult
+from tiny_vllm.engine.prefix_cache import root_hash
+from tiny_vllm.engine.scheduler import Scheduler
+from tiny_vllm.engine.seeds import mix
+from tiny_vllm.engine.sequence import Sequence
+from tiny_vllm.engine.waiting import queue_key
+from tiny_vllm.errors import CapacityError, EngineDead, RequestError
+from tiny_vllm.types import FinishReason, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """The device half, as the engine sees it."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Pages by state, sequences by state, and totals since the start."""
+
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_used_pages: int
+    num_shared_pages: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_steps: int
+
+
+class Engine:
+    """Continuous batching over fixed slots.
+
+    config: resolved. eos_token_ids: the model's end-of-sequence tokens.
+    clock: seconds, monotonic; arrival times of requests are on the same clock.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        eos_token_ids: tuple[int, ...],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert config.max_num_seqs and config.num_pages and config.max_num_batched_tokens
+        assert config.max_model_len is not None
+        self.config = config
+        self.clock = clock
+        self.scheduler = Scheduler(
+            num_slots=config.max_num_seqs,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_policy=config.prefill_policy,
+        )
+        self._max_model_len = config.max_model_len
+        self._executor = executor
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._num_steps = 0
+        self._failure: BaseException | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return self._failure is None and self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises RequestError if it can never run here, CapacityError if the queue is full, EngineDead after a
+        failed step. On an error nothing is queued.
+        """
+        self._check_alive()
+        self._check_request(request)
+        sampling = request.sampling
+        prompt_len = len(request.prompt_token_ids)
+        budget = self._max_model_len if sampling.max_tokens is None else sampling.max_tokens
+        seed = mix(self.config.seed, self._num_requests) if sampling.seed is None else sampling.seed
+        salt = request.cache_salt
+        if not self.config.enable_prefix_caching:
+            # The choices of one request still share its prompt; nobody else can.
+            salt = f"request {self._num_requests}"
+        self._num_requests += 1
+        ending = frozenset(sampling.stop_token_ids or ())
+        if not sampling.ignore_eos:
+            ending |= self._eos_token_ids
+        sequences = []
+        for index in range(sampling.n):
+            sequence = Sequence(
+                self._num_sequences,
+                request,
+                index,
+                seed=mix(seed, index),
+                end_len=min(prompt_len + budget, self._max_model_len),
+                ending_token_ids=ending,
+                queue_key=queue_key(
+                    request.priority, request.arrival_time, self._num_sequences, self.config.ageing_seconds
+                ),
+                root_hash=root_hash(salt),
+            )
+            self._num_sequences += 1
+            sequences.append(sequence)
+            self.scheduler.add(sequence)
+        self._requests[request.request_id] = sequences
+
+    def abort(self, request_id: str) -> None:
+        """End every unfinished choice with reason `abort`. Unknown and finished ids are ignored."""
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.finish_reason is None:
+                self.scheduler.stop(sequence, FinishReason.ABORT)
+
+    def stop(self, request_id: str, index: int) -> None:
+        """End one choice with reason `stop`, because its text is complete. Ignored if it has ended."""
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.index == index and sequence.finish_reason is None:
+                self.scheduler.stop(sequence, FinishReason.STOP)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step and return its events.
+
+        Raises EngineDead if the computation fails; every unfinished request is then lost. An interruption
+        (such as Ctrl-C) during the computation leaves the engine whole: the step counts as not done.
+        """
+        self._check_alive()
+        plan = self.scheduler.schedule(self.clock())
+        if not plan.is_empty:
+            try:
+                result = self._executor.execute(plan)
+            except Exception as error:
+                self._failure = error
+                raise EngineDead(f"a step failed: {error}", hint="the cause is shown with it") from error
+            except BaseException:
+                self.scheduler.roll_back(plan)
+                raise
+            self.scheduler.commit(plan, result)
+            self._num_steps += 1
+        events = self.scheduler.take_events()
+        for event in events:
+            if event.finish_reason is not None:
+                self._forget_finished(event.request_id)
+        return events
+
+    def stats(self) -> EngineStats:
+        usage = self.scheduler.pool.usage()
+        return EngineStats(
+            num_pages=usage.num_pages,
+            num_free_pages=usage.num_free,
+            num_cached_pages=usage.num_cached,
+            num_used_pages=usage.num_used,
+            num_shared_pages=usage.num_shared,
+            num_running=self.scheduler.num_running,
+            num_waiting=len(self.scheduler.waiting),
+            num_preemptions=self.scheduler.num_preemptions,
+            prefix_query_tokens=self.scheduler.num_prefix_query_tokens,
+            prefix_hit_tokens=self.scheduler.num_prefix_hit_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def page_map(self) -> list[str]:
+        """The state of every page by number; page 0 is the null page."""
+        return self.scheduler.pool.states()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDead(f"the engine has stopped: {self._failure}", hint="create a new one")
+
+    def _check_request(self, request: Request) -> None:
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is already in use", hint="choose another")
+        if prompt_len == 0:
+            raise RequestError("the prompt has no tokens", hint="send at least one")
+        if prompt_len >= self._max_model_len and not (
+            request.sampling.max_tokens == 0 and prompt_len == self._max_model_len
+        ):
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens, but prompt plus output may have "
+                f"{self._max_model_len}, so at most {self._max_model_len - 1} for the prompt",
+                hint="shorten the prompt or raise max_model_len",
+            )
+        if not self.scheduler.can_ever_fit(prompt_len):
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens, but the page pool holds "
+                f"{self.scheduler.pool.num_pages * self.config.page_size}",
+                hint="shorten the prompt or raise num_pages",
+            )
+        limit = self.config.max_queue_len
+        if limit is not None and len(self.scheduler.waiting) + request.sampling.n > limit:
+            raise CapacityError(
+                f"{len(self.scheduler.waiting)} sequences are waiting and {request.sampling.n} more would "
+                f"exceed max_queue_len ({limit})",
+                hint="try again later or raise max_queue_len",
+            )
+
+    def _forget_finished(self, request_id: str) -> None:
+        sequences = self._requests.get(request_id, ())
+        if all(sequence.finish_reason is not None for sequence in sequences):
+            self._requests.pop(request_id, None)
