@@ -1,0 +1,185 @@
+"""From what a user names as the model to an opened, complete checkpoint.
+
+Opening reads configuration and headers, never tensor data, and refuses everything that loading would stumble
+over, so that nothing is allocated for a checkpoint that cannot be used.
+
+The type rule (`spec.dtype`): the type the matrices are stored in, whatever the configuration declares, so
+that nothing is narrowed silently; float32 if they differ; bfloat16 for quantised GGUF files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiny_vllm.errors import ConfigError, ModelError
+from tiny_vllm.models.families import spec_from_hf_config
+from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.weights.bundled import bundled_model_path
+from tiny_vllm.weights.gguf_file import GGUFFile
+from tiny_vllm.weights.hf_directory import CONFIG, read_json, token_ids, tokenizer_token_ids, weight_files
+from tiny_vllm.weights.hub import fetch_model, is_hub_id
+from tiny_vllm.weights.names import match_tensors
+from tiny_vllm.weights.safetensors_file import SafetensorsFiles
+from tiny_vllm.weights.tensor_source import TensorSource
+
+if TYPE_CHECKING:
+    from tiny_vllm.text.tokenizer import Tokenizer
+
+BUNDLED_NAME = "SmolLM2-135M-Instruct"
+FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model that can be loaded.
+
+    name: short name for display. eos_token_ids: every token that ends a text, from all files of the model.
+    source, tensor_names: where the weights are, and canonical name -> stored name of each; source is None for
+    dummy weights. tokenizer: directory, tokenizer.json or opened GGUF file; None if there is none.
+    """
+
+    name: str
+    spec: ModelSpec
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    source: TensorSource | None
+    tensor_names: Mapping[str, str] = field(repr=False)
+    tokenizer: Path | GGUFFile | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Raises ModelError if the model has no tokenizer."""
+        from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
+        from tiny_vllm.text.tokenizer_directory import load_tokenizer_directory
+
+        if self.tokenizer is None:
+            raise ModelError(f"{self.name} has no tokenizer", hint="pass tokenizer=")
+        if isinstance(self.tokenizer, GGUFFile):
+            return tokenizer_from_gguf(self.tokenizer.vocabulary())
+        return load_tokenizer_directory(self.tokenizer)
+
+
+def open_checkpoint(
+    model: str | None, *, load_format: str = "auto", tokenizer: str | None = None
+) -> Checkpoint:
+    """Find and check a model.
+
+    model: a directory (safetensors, or one .gguf file), a .gguf file, a hub id, or None for the bundled
+    model; with load_format "dummy" also a config.json, and no weights are needed.
+    tokenizer: directory, tokenizer.json, .gguf file or hub id to use instead of the model's own.
+    Raises ModelError for anything missing, damaged or unsupported, ConfigError for an unknown load_format.
+    """
+    if load_format not in FORMATS:
+        raise ConfigError(f"load_format is {load_format!r}, but must be one of {', '.join(FORMATS)}")
+    path = bundled_model_path() if model is None else _resolve(model, weights=load_format != "dummy")
+    gguf = _gguf_path(path)
+    if gguf is not None and load_format == "safetensors":
+        raise ModelError(
+            f"{gguf} is a GGUF file, but load_format is 'safetensors'", hint="leave load_format out"
+        )
+    if gguf is None and load_format == "gguf":
+        raise ModelError(
+            f"{path} holds no GGUF file, but load_format is 'gguf'", hint="leave load_format out"
+        )
+    if gguf is not None:
+        checkpoint = _open_gguf(gguf, dummy=load_format == "dummy")
+    else:
+        checkpoint = _open_directory(path, dummy=load_format == "dummy")
+    if model is None:
+        checkpoint = replace(checkpoint, name=BUNDLED_NAME)
+    return checkpoint if tokenizer is None else _with_tokenizer(checkpoint, tokenizer)
+
+
+def _resolve(name: str, *, weights: bool) -> Path:
+    """An existing path, fetched from the hub if the name is none."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not is_hub_id(name):
+        raise ModelError(f"there is no model at {name!r}", hint="check the path")
+    return fetch_model(name, weights=weights)
+
+
+def _gguf_path(path: Path) -> Path | None:
+    """The GGUF file meant by a path: itself, or the only one in a directory without safetensors files."""
+    if path.is_file():
+        return None if path.suffix == ".json" else path
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors*")):
+        return None
+    if len(files) > 1:
+        raise ModelError(
+            f"{path} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:6])})",
+            hint="name the one to use",
+        )
+    return files[0]
+
+
+def _open_gguf(path: Path, *, dummy: bool) -> Checkpoint:
+    if path.suffix == ".safetensors":
+        raise ModelError(
+            f"{path} is a single weight file", hint="name the directory that holds its config.json"
+        )
+    file = GGUFFile(path)
+    names = match_tensors(file.spec, file.shapes, where=str(path))
+    return Checkpoint(
+        name=path.stem,
+        spec=file.spec,
+        eos_token_ids=file.eos_token_ids,
+        bos_token_id=file.bos_token_id,
+        source=None if dummy else file,
+        tensor_names={} if dummy else names,
+        tokenizer=file,
+    )
+
+
+def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
+    if path.is_file() and not dummy:
+        raise ModelError(f"{path} is not a model", hint="name its directory, or use load_format='dummy'")
+    directory = path.parent if path.is_file() else path
+    config_path = path if path.is_file() else directory / CONFIG
+    if not config_path.is_file():
+        raise ModelError(
+            f"{directory} has no {CONFIG}", hint="name a directory with a model, or a .gguf file"
+        )
+    config = read_json(config_path)
+    try:
+        spec = spec_from_hf_config(config)
+    except ModelError as error:
+        raise ModelError(f"{config_path}: {error.message}", hint=error.hint) from error
+    source = None
+    names: Mapping[str, str] = {}
+    if not dummy:
+        files, weight_map = weight_files(directory)
+        source = SafetensorsFiles(files, weight_map)
+        names = match_tensors(spec, source.shapes, where=str(directory))
+        spec = replace(spec, dtype=source.dtype(names))
+    bos = token_ids(directory, config, "bos")
+    has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return Checkpoint(
+        name=directory.resolve().name,
+        spec=spec,
+        eos_token_ids=token_ids(directory, config, "eos"),
+        bos_token_id=bos[0] if bos else None,
+        source=source,
+        tensor_names=names,
+        tokenizer=directory if has_tokenizer else None,
+    )
+
+
+def _with_tokenizer(checkpoint: Checkpoint, tokenizer: str) -> Checkpoint:
+    """Use another tokenizer; its end-of-sequence tokens join the model's."""
+    path = _resolve(tokenizer, weights=False)
+    gguf = _gguf_path(path)
+    if gguf is not None:
+        file = GGUFFile(gguf)
+        return _joined(checkpoint, file, file.eos_token_ids)
+    directory = path.parent if path.is_file() else path
+    return _joined(checkpoint, path, tokenizer_token_ids(directory, "eos"))
+
+
+def _joined(checkpoint: Checkpoint, tokenizer: Path | GGUFFile, eos: tuple[int, ...]) -> Checkpoint:
+    united = tuple(dict.fromkeys((*checkpoint.eos_token_ids, *eos)))
+    return replace(checkpoint, tokenizer=tokenizer, eos_token_ids=united)

@@ -1,0 +1,127 @@
+"""A Hugging Face model directory: which files hold the weights, and what its JSON files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tiny_vllm.errors import ModelError
+
+CONFIG = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NAMES_SHOWN = 6
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError naming the file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", hint="download it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}, but must hold an object")
+    return content
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """As `read_json`; an absent file is an empty object."""
+    return read_json(path) if path.is_file() else {}
+
+
+def weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The safetensors files to read, and tensor name -> file name if an index says so.
+
+    An index decides alone: files it does not name are strays and are ignored. Raises ModelError naming what
+    is missing.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, index)
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE], {}
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) == 1 and "-of-" not in files[0].name:
+        return files, {}
+    if files:
+        raise ModelError(
+            f"{directory} has {len(files)} safetensors file(s) ({_listed([file.name for file in files])}), "
+            f"but neither {SINGLE_FILE} nor {INDEX}",
+            hint="download the index too",
+        )
+    if any(directory.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"{directory} holds its weights as pytorch_model.bin, which is not supported",
+            hint="save it again as safetensors",
+        )
+    raise ModelError(
+        f"{directory} has no weights ({SINGLE_FILE} or {INDEX})", hint="download the model again"
+    )
+
+
+def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], Mapping[str, str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map from tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} names files outside its directory: {_listed(outside)}")
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{directory}: {len(missing)} of {len(names)} weight files are missing: {_listed(missing)}",
+            hint="download the model again",
+        )
+    return [directory / name for name in names], weight_map
+
+
+def token_ids(directory: Path | None, config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+    """Ids of the "eos" or "bos" token, united from all of a directory's files in order of appearance.
+
+    config: contents of config.json. directory: where generation_config.json and tokenizer_config.json are
+    looked for; None if there is none.
+    """
+    ids = list(_ids(config.get(f"{kind}_token_id"), f"{CONFIG}: {kind}_token_id"))
+    if directory is not None:
+        generation = read_optional_json(directory / "generation_config.json")
+        ids += _ids(generation.get(f"{kind}_token_id"), f"generation_config.json: {kind}_token_id")
+        ids += tokenizer_token_ids(directory, kind)
+    return tuple(dict.fromkeys(ids))
+
+
+def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
+    """Id of the text that the tokenizer's files name as "eos" or "bos"; empty if they name none."""
+    config = read_optional_json(directory / "tokenizer_config.json")
+    text = config.get(f"{kind}_token")
+    if text is None:
+        text = read_optional_json(directory / "special_tokens_map.json").get(f"{kind}_token")
+    if isinstance(text, dict):
+        text = text.get("content")
+    if not isinstance(text, str):
+        return ()
+    tokenizer = read_optional_json(directory / "tokenizer.json")
+    ids = {
+        entry["content"]: int(token) for token, entry in (config.get("added_tokens_decoder") or {}).items()
+    }
+    ids |= (tokenizer.get("model") or {}).get("vocab") or {}
+    ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or ()}
+    return (ids[text],) if text in ids else ()
+
+
+def _ids(value: object, name: str) -> Iterator[int]:
+    for token in value if isinstance(value, list) else [value]:
+        if token is None:
+            continue
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ModelError(f"{name} is {value!r:.80}, but must be a token id or a list of them")
+        yield token
+
+
+def _listed(names: list[str]) -> str:
+    more = ", ..." if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
