@@ -144,21 +144,6 @@ class Sampler:
             logprobs[row] = None
         return SampledTokens(token_ids, logprobs, invalid_rows)
 
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int
-    ) -> list[TokenLogprobs]:
-        """Logprobs of prompt tokens.
-
-        logits: [N, vocab] FP32 of N positions. next_token_ids: [N] I64, the tokens that follow them.
-        num_top: most likely tokens listed beside each; -1 lists the vocabulary.
-        """
-        found: list[TokenLogprobs] = []
-        num_top = _count_top(num_top, self._vocab_size)
-        for start in range(0, len(logits), PROMPT_LOGPROBS_ROWS):
-            rows = slice(start, start + PROMPT_LOGPROBS_ROWS)
-            found += _as_logprobs(*token_logprobs(logits[rows], next_token_ids[rows], num_top))
-        return found
-
     def _select(self, slot_ids: torch.Tensor) -> SamplingRows:
         return SamplingRows(
             temperature=self._temperature[slot_ids],
@@ -192,6 +177,20 @@ class Sampler:
             for row, entry in zip(member_rows, entries, strict=True):
                 found[row] = entry
         return found
+
+
+def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+    """Logprobs of prompt tokens.
+
+    logits: [N, vocab] FP32 of N positions. next_token_ids: [N] I64, the tokens that follow them. num_top: most
+    likely tokens listed beside each; -1 lists the vocabulary.
+    """
+    found: list[TokenLogprobs] = []
+    num_top = _count_top(num_top, logits.shape[-1])
+    for start in range(0, len(logits), PROMPT_LOGPROBS_ROWS):
+        rows = slice(start, start + PROMPT_LOGPROBS_ROWS)
+        found += _as_logprobs(*token_logprobs(logits[rows], next_token_ids[rows], num_top))
+    return found
 
 
 def _count_top(num_top: int, vocab_size: int) -> int:
