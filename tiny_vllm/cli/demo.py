@@ -97,14 +97,9 @@ def show_one_answer(console: Console, llm: LLM, params: SamplingParams) -> None:
 
 def show_answers_together(console: Console, llm: LLM, params: SamplingParams) -> None:
     _heading(console, f"{len(QUESTIONS)} answers at once, sharing a prefix")
-    # Uneven lengths: some have finished and left their pages behind when the picture is drawn.
-    limits = [
-        params.max_tokens and max(params.max_tokens * (4 - index % 3) // 4, 1)
-        for index in range(len(QUESTIONS))
-    ]
     requests = [
-        (conversation(question), replace(params, max_tokens=limit, min_tokens=0))
-        for question, limit in zip(QUESTIONS, limits, strict=True)
+        (conversation(question), shortened(params, quarters=index % 3))
+        for index, question in enumerate(QUESTIONS)
     ]
     has_drawn = False
 
@@ -131,6 +126,14 @@ def show_answers_together(console: Console, llm: LLM, params: SamplingParams) ->
     )
     console.print("\nThe page pool afterwards:")
     draw_pool(console, llm)
+
+
+def shortened(params: SamplingParams, *, quarters: int) -> SamplingParams:
+    """Take quarters off max_tokens: uneven answers leave cached pages behind while others still run."""
+    if not params.max_tokens:
+        return params
+    limit = max(params.max_tokens * (4 - quarters) // 4, params.min_tokens, 1)
+    return replace(params, max_tokens=limit)
 
 
 def stream_together(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
@@ -18,6 +18,9 @@ from tiny_vllm.config import (
     page_bytes,
     resolve,
 )
+
+if TYPE_CHECKING:
+    from tiny_vllm.models.spec import ModelSpec
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     per_page = page_bytes(dtype, resolved.page_size, facts)
 
     _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
-    _section("model", [("name", checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_values(spec)])
+    _section(
+        "model", [("name", checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_spec_rows(spec)]
+    )
     _section(
         "memory",
         [
@@ -82,8 +87,15 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
     print()
 
 
-def _values(spec: Any) -> list[tuple[str, object]]:
-    return [(field.name, getattr(spec, field.name)) for field in fields(spec)]
+def _spec_rows(spec: ModelSpec) -> Iterator[tuple[str, object]]:
+    """The fields of a spec; of its RoPE those that differ from the default."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name == "rope":
+            parts = {part.name: getattr(value, part.name) for part in fields(value)}
+            defaults = {part.name: part.default for part in fields(value)}
+            value = ", ".join(f"{name} {parts[name]}" for name in parts if parts[name] != defaults[name])
+        yield field.name, f"{value:g}" if isinstance(value, float) else value
 
 
 def _shown(name: str, value: object) -> object:
