@@ -52,11 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=(logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)],
-        format="%(levelname).1s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logging.getLogger("tiny_vllm").setLevel(levels[min(args.verbose, 2)])
     try:
         code: int = args.run(args)
         sys.stdout.flush()
