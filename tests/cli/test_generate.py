@@ -45,6 +45,14 @@ def test_the_prompt_can_come_from_stdin(
     assert llm.asked[0][0] == "two\nlines"
 
 
+def test_stdin_that_is_not_text_is_an_error(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert main(["generate"]) == 2
+    assert "error: stdin is not text" in capsys.readouterr().err
+
+
 def test_a_terminal_without_a_prompt_is_an_error(
     llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,8 +107,8 @@ def test_statistics_go_to_stderr(llm: FakeLLM, capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert captured.out == "Hello big world\n"
     assert "3 tokens in" in captured.err
-    assert "first token after 500 ms" in captured.err
-    assert "3 prompt tokens, 2 from the prefix cache" in captured.err
+    assert "first after 500 ms" in captured.err
+    assert "2 of 3 prompt tokens cached" in captured.err
 
 
 def test_sampling_options_reach_the_request(llm: FakeLLM) -> None:

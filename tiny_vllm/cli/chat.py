@@ -79,6 +79,8 @@ class Conversation:
                 line = input("\n> " if is_interactive else "").strip()
             except (EOFError, KeyboardInterrupt):
                 return
+            except UnicodeDecodeError as error:
+                raise RequestError(f"stdin is not text: {error}", hint="send UTF-8") from None
             if line.startswith("/"):
                 if not self.obey(line):
                     return

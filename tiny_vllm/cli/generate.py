@@ -70,7 +70,11 @@ def read_prompts(arguments: list[str]) -> list[str]:
         raise RequestError("there is no prompt", hint="tiny-vllm generate 'Once upon a time'")
     if arguments.count("-") > 1:
         raise RequestError("- is given more than once, but stdin can be read only once")
-    return [
-        sys.stdin.read().removesuffix("\n") if argument == "-" else argument
-        for argument in arguments or ["-"]
-    ]
+    return [_read_stdin() if argument == "-" else argument for argument in arguments or ["-"]]
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not text: {error}", hint="send UTF-8") from None

@@ -54,15 +54,15 @@ def _main_memory() -> dict[str, int | None]:
     return {"memory_bytes": found.get("MemTotal"), "free_memory_bytes": found.get("MemAvailable")}
 
 
-def measure_read_bandwidth(device: str, *, num_bytes: int | None = None, repeats: int = 5) -> float:
+def measure_read_bandwidth(device: str, *, num_bytes: int | None = None, repeats: int = 10) -> float:
     """Bytes per second of summing a buffer far larger than the caches, the best of several passes.
 
-    All of torch's threads take part on a CPU. num_bytes: default 256 MiB on a CPU and 2 GiB on a GPU.
+    All of torch's threads take part on a CPU. num_bytes: default 512 MiB on a CPU and 2 GiB on a GPU.
     """
     import torch
 
     if num_bytes is None:
-        num_bytes = 2 << 30 if device == "cuda" else 256 << 20
+        num_bytes = 2 << 30 if device == "cuda" else 512 << 20
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     seconds = float("inf")
     for _ in range(repeats + 1):

@@ -58,6 +58,6 @@ def stats_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
     first = [output.metrics.time_to_first_token for output in outputs]
     waits = [wait for wait in first if wait is not None]
     if waits:
-        parts.append(f"first token after {sum(waits) / len(waits) * 1000:.0f} ms")
-    parts.append(f"{prompt} prompt tokens, {cached} from the prefix cache")
-    return "; ".join(parts)
+        parts.append(f"first after {sum(waits) / len(waits) * 1000:.0f} ms")
+    parts.append(f"{cached} of {prompt} prompt tokens cached")
+    return ", ".join(parts)
