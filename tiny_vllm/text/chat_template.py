@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
@@ -45,7 +45,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -55,13 +55,15 @@ class ChatTemplate:
         that the template refuses, with the template's words.
         """
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
+        if tools is not None and not _is_list(tools):
+            raise RequestError(f"tools is of type {type(tools).__name__}, but must be a list")
         template = self._tool_template if tools else self._template
         try:
             return template.render(
                 {
                     **self.special_tokens,
                     "documents": None,
-                    **variables,
+                    **(variables or {}),
                     "messages": checked,
                     "tools": list(tools) if tools else None,
                     "add_generation_prompt": add_generation_prompt,
@@ -105,8 +107,12 @@ class ChatTemplate:
         return probe in rendered and f"'{probe}'" not in rendered and f'"{probe}"' not in rendered
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def _check_list(messages: object) -> Sequence[object]:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+    if not _is_list(messages):
         raise RequestError(
             f"messages is of type {type(messages).__name__}, but must be a list",
             hint='use [{"role": "user", "content": "..."}]',
@@ -117,7 +123,7 @@ def _check_list(messages: object) -> Sequence[object]:
 
 
 def _text_parts(place: int, content: object) -> list[dict[str, str]]:
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
+    if not _is_list(content):
         raise RequestError(
             f"messages[{place}].content is of type {type(content).__name__}, "
             "but must be a string or a list of text parts"

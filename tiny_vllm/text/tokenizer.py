@@ -34,6 +34,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._pieces = pieces_of(backend)
+        self._token_texts: dict[int, str] = {}
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self.eos_token_ids = tuple(eos_token_ids)
@@ -43,6 +44,8 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         start = backend.encode("").ids[:1]
+        letter = backend.encode("a", add_special_tokens=False).ids
+        self._adds_space = bool(letter) and self.token_bytes(letter[0]).startswith(b" ")
         self.adds_bos = self.bos_token_id is not None and start == [self.bos_token_id]
 
     @property
@@ -74,6 +77,24 @@ class Tokenizer:
             ids.insert(0, self.bos_token_id)
         return ids
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Token ids of a word in both its forms: after a space, and joined to what is before it.
+
+        word: without a leading space. No special tokens.
+        """
+        if not self._adds_space:
+            return [
+                self.encode(f" {word}", add_special_tokens=False),
+                self.encode(word, add_special_tokens=False),
+            ]
+        # The tokenizer puts a space before the word itself, unless something else is there already.
+        anchor = self.encode("\n", add_special_tokens=False)
+        joined = self.encode(f"\n{word}", add_special_tokens=False)
+        after_space = self.encode(word, add_special_tokens=False)
+        if joined[: len(anchor)] != anchor:
+            return [after_space]
+        return [after_space, joined[len(anchor) :]]
+
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, continues: bool = False
     ) -> str:
@@ -97,7 +118,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token as text, U+FFFD for the bytes of a part of a character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return text
 
     def token_id(self, token: str) -> int | None:
         """Id of a token given as the vocabulary spells it."""
