@@ -105,11 +105,16 @@ def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
     if not isinstance(text, str):
         return ()
     tokenizer = read_optional_json(directory / "tokenizer.json")
-    ids = {
-        entry["content"]: int(token) for token, entry in (config.get("added_tokens_decoder") or {}).items()
-    }
-    ids |= (tokenizer.get("model") or {}).get("vocab") or {}
-    ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or ()}
+    try:
+        ids = {
+            entry["content"]: int(token) for token, entry in config.get("added_tokens_decoder", {}).items()
+        }
+        vocabulary = tokenizer.get("model", {}).get("vocab")
+        if isinstance(vocabulary, dict):
+            ids |= vocabulary
+        ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{directory}: tokenizer.json or tokenizer_config.json is malformed") from error
     return (ids[text],) if text in ids else ()
 
 
