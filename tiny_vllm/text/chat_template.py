@@ -130,8 +130,8 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
         )
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text":
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(
                 f"messages[{place}].content has a part of type {kind!r:.80}, but only text is supported"
             )

@@ -5,39 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiny_vllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tiny_vllm.outputs import (
+    ChoiceDelta,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    RequestUpdate,
+)
 from tiny_vllm.text.detokenizer import Detokenizer
 from tiny_vllm.text.stop_strings import StopMatcher, StopStrings
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
-
-
-@dataclass(slots=True)
-class ChoiceDelta:
-    """What one call to `process` added to one choice.
-
-    logprobs: one entry per new token, None if not asked for. finish_reason, stop_reason: set with the last
-    delta.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestUpdate:
-    """News of one request.
-
-    output: everything so far; the same object each time, still growing until `output.finished`.
-    deltas: what is new, one entry per choice that moved.
-    """
-
-    output: RequestOutput
-    deltas: list[ChoiceDelta] = field(default_factory=list)
 
 
 @dataclass(slots=True)
