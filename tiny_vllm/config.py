@@ -6,7 +6,7 @@ Names are vLLM's where vLLM has the option. The command line is generated from t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -189,8 +189,7 @@ def resolve(
         else:
             values[name] = given
 
-    choose("max_num_seqs", 256 if on_gpu else 16, "default for this device")
-    choose("max_num_batched_tokens", 8192 if on_gpu else 512, "default for this device")
+    _choose_batch_limits(config, choose, on_gpu)
     choose("prefill_policy", "mixed", "running requests keep their pace while prompts are computed")
     choose("max_model_len", facts.max_position_embeddings, "the model's context")
     if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
@@ -202,6 +201,22 @@ def resolve(
     num_pages, reason = _size_pool(config, facts, values, free_bytes)
     choose("num_pages", num_pages, reason)
     return replace(config, **values), tuple(choices)
+
+
+def _choose_batch_limits(
+    config: EngineConfig, choose: Callable[[str, object, str], None], on_gpu: bool
+) -> None:
+    """Slots and the token budget of a step; the budget must cover one token of every slot."""
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is not None and tokens is not None and tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens}, less than max_num_seqs ({seqs}), so a step could not advance "
+            "every running sequence",
+            hint="raise max_num_batched_tokens or lower max_num_seqs",
+        )
+    default_seqs, default_tokens = (256, 8192) if on_gpu else (16, 512)
+    choose("max_num_seqs", min(default_seqs, tokens or default_seqs), "default for this device")
+    choose("max_num_batched_tokens", max(default_tokens, seqs or 0), "default for this device")
 
 
 def page_bytes(config_dtype: str, page_size: int, facts: ModelFacts) -> int:

@@ -87,3 +87,41 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         return self.metrics.num_cached_tokens
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one step added to one choice.
+
+    logprobs: one entry per new token, None if not asked for. finish_reason, stop_reason: set with the last
+    delta.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """News of one request.
+
+    output: everything so far; the same object each time, still growing until `output.finished`.
+    deltas: what is new, one entry per choice that moved.
+    """
+
+    output: RequestOutput
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last update."""
+        return any(delta.finish_reason for delta in self.deltas) and self.output.finished
+
+    @property
+    def text(self) -> str:
+        """New text of the first choice."""
+        return next((delta.text for delta in self.deltas if delta.index == 0), "")

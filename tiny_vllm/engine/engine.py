@@ -195,9 +195,7 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is already in use", hint="choose another")
         if prompt_len == 0:
             raise RequestError("the prompt has no tokens", hint="send at least one")
-        if prompt_len >= self._max_model_len and not (
-            request.sampling.max_tokens == 0 and prompt_len == self._max_model_len
-        ):
+        if prompt_len >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {prompt_len} tokens, but prompt plus output may have "
                 f"{self._max_model_len}, so at most {self._max_model_len - 1} for the prompt",

@@ -1,0 +1,103 @@
+"""From a configuration to a running engine: open the checkpoint, fill the options, load, allocate once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tiny_vllm.config import DTYPE_BYTES, GIB, Choice, EngineConfig, ModelFacts, choose_device, resolve
+from tiny_vllm.engine.engine import Engine
+from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
+from tiny_vllm.engine.sampler import Sampler
+from tiny_vllm.errors import ConfigError
+from tiny_vllm.models.decoder import Decoder
+from tiny_vllm.models.kv_cache import KVCache
+from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.weights.checkpoint import Checkpoint, open_checkpoint
+from tiny_vllm.weights.load import load_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What would be built, before any weight is read.
+
+    config: complete. choices: what was decided for the user and why. weight_bytes: of all parameters.
+    """
+
+    checkpoint: Checkpoint
+    config: EngineConfig
+    choices: tuple[Choice, ...]
+    weight_bytes: int
+
+
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Open and check the checkpoint and fill every "auto". Reads no tensor data, allocates nothing.
+
+    Raises ModelError or ConfigError.
+    """
+    device = choose_device(config.device, torch.cuda.is_available())
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
+    spec = checkpoint.spec
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    free_bytes = None
+    if device.value == "cuda":
+        free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
+    facts = ModelFacts(spec.dtype, spec.max_position_embeddings, spec.kv_values_per_token)
+    resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
+    choices = tuple(device if choice.name == "device" else choice for choice in choices)
+    return EnginePlan(checkpoint, resolved, choices, weight_bytes)
+
+
+def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
+    """Load the weights and allocate the page pool. progress: (values loaded, values in all)."""
+    config, checkpoint = plan.config, plan.checkpoint
+    for choice in plan.choices:
+        logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
+    assert config.num_pages and config.max_num_seqs and config.max_model_len
+    device = torch.device(config.device)
+    dtype = getattr(torch, config.dtype)
+    spec = checkpoint.spec
+    weights = load_weights(checkpoint, dtype=dtype, device=device, seed=config.seed, progress=progress)
+    runner = Runner(
+        Decoder(spec, weights, max_model_len=config.max_model_len),
+        KVCache.allocate(
+            spec,
+            num_pages=config.num_pages + 1,  # the null page comes on top
+            page_size=config.page_size,
+            dtype=dtype,
+            device=device,
+        ),
+        Sampler(config.max_num_seqs, spec.vocab_size, device),
+        num_slots=config.max_num_seqs,
+        max_pages=-(-config.max_model_len // config.page_size),
+        page_size=config.page_size,
+        device=device,
+    )
+    return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
+
+
+def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, weight_bytes: int) -> int:
+    """GPU memory left for pages: the share we may use, less what is taken, the weights and a step's buffers."""
+    free, total = torch.cuda.mem_get_info()
+    tokens = config.max_num_batched_tokens or 8192
+    rows = max(config.max_num_seqs or 256, PROMPT_LOGPROBS_ROWS)
+    # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three copies.
+    activations = (
+        tokens * (4 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size) * value_bytes
+    )
+    activations += 3 * rows * spec.vocab_size * 4
+    left = int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - activations
+    if left <= 0 and config.kv_cache_memory_bytes is None and config.num_pages is None:
+        raise ConfigError(
+            f"no GPU memory is left for the KV cache: gpu_memory_utilization {config.gpu_memory_utilization} of "
+            f"{total / GIB:.1f} GiB, {(total - free) / GIB:.1f} GiB taken by others, weights "
+            f"{weight_bytes / GIB:.1f} GiB, activations {activations / GIB:.1f} GiB",
+            hint="raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory",
+        )
+    return max(left, 0)

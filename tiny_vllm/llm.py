@@ -1,0 +1,327 @@
+"""The offline API: a model, an engine and text on both sides, in one object.
+
+from tiny_vllm import LLM, SamplingParams
+
+with LLM() as llm:
+    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tqdm import tqdm
+
+from tiny_vllm.config import Choice, EngineConfig
+from tiny_vllm.engine.build import build_engine, plan_engine
+from tiny_vllm.engine.engine import Engine, EngineStats
+from tiny_vllm.errors import EngineDead, RequestError
+from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.outputs import RequestOutput, RequestUpdate
+from tiny_vllm.text.output_processor import OutputProcessor
+from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
+from tiny_vllm.text.tokenizer import Tokenizer
+from tiny_vllm.types import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's {"prompt": text} / {"prompt_token_ids": ids}."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": ..., "content": ...} for every message."""
+
+T = TypeVar("T")
+
+
+class LLM:
+    """Loads a model and generates text with it. For one thread at a time.
+
+    model: a directory, a .gguf file or a hub id; None is the bundled SmolLM2-135M-Instruct.
+    engine_options: the fields of EngineConfig. An unknown one raises ConfigError.
+    Raises ConfigError and ModelError. Usable as a context manager; `close` gives the memory back.
+    """
+
+    def __init__(self, model: str | None = None, **engine_options: Any) -> None:
+        plan = plan_engine(EngineConfig.from_options({"model": model, **engine_options}))
+        self.config: EngineConfig = plan.config
+        self.choices: tuple[Choice, ...] = plan.choices
+        self.spec: ModelSpec = plan.checkpoint.spec
+        self.model_name: str = plan.checkpoint.name
+        self.tokenizer: Tokenizer | None = (
+            None if plan.checkpoint.tokenizer is None else plan.checkpoint.load_tokenizer()
+        )
+        assert self.config.max_model_len is not None
+        self._builder = RequestBuilder(
+            self.tokenizer,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=self.config.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+            max_n=self.config.max_n,
+        )
+        self._processor = OutputProcessor(self.tokenizer)
+        self._streams: dict[str, deque[RequestUpdate]] = {}
+        with _loading_bar() as progress:
+            self._engine: Engine | None = build_engine(plan, progress=progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one or many prompts; the outputs are in the order of the prompts.
+
+        sampling_params, priority: one for all or one each; smaller priorities run first.
+        cache_salt: only requests with the same salt share pages. use_tqdm: progress on stderr, on a terminal.
+        Raises RequestError before anything runs if any prompt is invalid.
+        """
+        items = _as_prompts(prompts)
+        return self._run(
+            items, self._build_prompt, sampling_params, SamplingParams(), priority, cache_salt, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one or many conversations, rendered by the model's chat template. See `generate`.
+
+        Without sampling_params an answer may be as long as the context allows.
+        """
+        items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)
+        default = SamplingParams(max_tokens=None)
+        return self._run(
+            items, self._builder.build_chat, sampling_params, default, priority, cache_salt, use_tqdm
+        )
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Stream:
+        """Generate for one prompt or conversation, yielding a RequestUpdate whenever there is something new.
+
+        Several streams may be open at once: they run in one batch. Closing a stream aborts its request.
+        Raises RequestError at the call, not at the first token.
+        """
+        engine = self._live_engine()
+        params = sampling_params if sampling_params is not None else SamplingParams(max_tokens=None)
+        build = self._builder.build_chat if _is_conversation(prompt) else self._build_prompt
+        prepared = build(
+            prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=engine.clock()
+        )
+        self._add([prepared])
+        return Stream(self, prepared.request.request_id)
+
+    def stats(self) -> EngineStats:
+        """Pages, sequences and totals, now."""
+        return self._live_engine().stats()
+
+    def page_map(self) -> list[str]:
+        """State of every page by number: "null", "free", "cached", "used" or "shared"."""
+        return self._live_engine().page_map()
+
+    def close(self) -> None:
+        """Drop the model and the page pool. Running requests are lost; calling it again does nothing."""
+        self._engine = None
+        self._streams.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineDead("this LLM has been closed", hint="create a new one")
+        return self._engine
+
+    def _build_prompt(self, prompt: Any, params: SamplingParams, **options: Any) -> PreparedRequest:
+        if isinstance(prompt, Mapping):
+            given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+            if len(given) != 1 or unknown:
+                raise RequestError(
+                    f"a prompt has the keys {sorted(prompt)!r:.80}",
+                    hint="use either 'prompt' or 'prompt_token_ids'; use chat for messages",
+                )
+            prompt = prompt[given[0]]
+        return self._builder.build(prompt, params, **options)
+
+    def _run(
+        self,
+        items: Sequence[Any],
+        build: Callable[..., PreparedRequest],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        default: SamplingParams,
+        priority: int | Sequence[int],
+        cache_salt: str | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        engine = self._live_engine()
+        params = _one_each(
+            "sampling_params", default if sampling_params is None else sampling_params, len(items)
+        )
+        priorities = _one_each("priority", priority, len(items))
+        now = engine.clock()
+        prepared = [
+            build(item, sampling, priority=level, cache_salt=cache_salt, arrival_time=now)
+            for item, sampling, level in zip(items, params, priorities, strict=True)
+        ]
+        outputs = self._add(prepared)
+        unfinished = {output.request_id for output in outputs}
+        bar = tqdm(total=len(outputs), desc="requests", unit="req", disable=None if use_tqdm else True)
+        try:
+            while unfinished:
+                for update in self._step():
+                    if update.output.finished and update.output.request_id in unfinished:
+                        unfinished.remove(update.output.request_id)
+                        bar.update()
+        finally:
+            bar.close()
+            for request_id in unfinished:
+                self._abort(request_id)
+        return outputs
+
+    def _add(self, prepared: Sequence[PreparedRequest]) -> list[RequestOutput]:
+        """Queue requests: all of them or, on an error, none."""
+        engine = self._live_engine()
+        added: list[str] = []
+        outputs = []
+        try:
+            for item in prepared:
+                engine.add(item.request)
+                added.append(item.request.request_id)
+                outputs.append(self._processor.add(item.request, item.prompt))
+        except BaseException:
+            for request_id in added:
+                self._abort(request_id)
+            raise
+        return outputs
+
+    def _step(self) -> list[RequestUpdate]:
+        """One engine step; updates of open streams are kept for them too."""
+        engine = self._live_engine()
+        progress = self._processor.process(engine.step(), engine.clock())
+        for request_id, index in progress.stops:
+            engine.stop(request_id, index)
+        for update in progress.updates:
+            stream = self._streams.get(update.output.request_id)
+            if stream is not None:
+                stream.append(update)
+        return progress.updates
+
+    def _abort(self, request_id: str) -> None:
+        self._processor.remove(request_id)
+        if self._engine is not None:
+            self._engine.abort(request_id)
+
+
+class Stream(Iterator[RequestUpdate]):
+    """Increments of one request. Leaving it early and closing it aborts the request."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._updates: deque[RequestUpdate] | None = deque()
+        llm._streams[request_id] = self._updates
+
+    def __next__(self) -> RequestUpdate:
+        if self._updates is None:
+            raise StopIteration
+        while not self._updates:
+            self._llm._step()
+        update = self._updates.popleft()
+        if update.finished:
+            self._forget()
+        return update
+
+    def close(self) -> None:
+        """Abort the request if it has not finished. Nothing more is yielded."""
+        if self._updates is not None:
+            self._forget()
+            self._llm._abort(self._request_id)
+
+    def _forget(self) -> None:
+        self._updates = None
+        self._llm._streams.pop(self._request_id, None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts, whether one or many were given."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()  # numpy arrays and torch tensors
+    items = _as_list("prompts", prompts)
+    if items and not any(
+        isinstance(item, str | Mapping | Sequence) or hasattr(item, "__len__") for item in items
+    ):
+        return [items]  # the token ids of one prompt
+    return items
+
+
+def _as_list(name: str, value: object) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is of type {type(value).__name__}, but must be a list")
+    return list(value)
+
+
+def _is_conversation(value: object) -> bool:
+    """Whether this is one list of messages, rather than a prompt or a list of conversations."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(item, Mapping) for item in value)
+        and (not value or "role" in value[0] or "content" in value[0])
+    )
+
+
+def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:
+    if isinstance(value, Sequence):
+        if len(value) != count:
+            raise RequestError(
+                f"{name} has {len(value)} entries for {count} prompts", hint="give one for all or one each"
+            )
+        return list(value)
+    return [value] * count
+
+
+@contextmanager
+def _loading_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """Progress of loading on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with tqdm(desc="loading weights", unit="values", unit_scale=True, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
