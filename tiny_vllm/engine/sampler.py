@@ -182,8 +182,8 @@ class Sampler:
 def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
     """Logprobs of prompt tokens.
 
-    logits: [N, vocab] FP32 of N positions. next_token_ids: [N] I64, the tokens that follow them. num_top: most
-    likely tokens listed beside each; -1 lists the vocabulary.
+    logits: [N, vocab] FP32 of N positions. next_token_ids: [N] I64, the tokens that follow them.
+    num_top: most likely tokens listed beside each; -1 lists the vocabulary.
     """
     found: list[TokenLogprobs] = []
     num_top = _count_top(num_top, logits.shape[-1])
