@@ -252,6 +252,8 @@ class Stream(Iterator[RequestUpdate]):
         if self._updates is None:
             raise StopIteration
         while not self._updates:
+            if self._request_id not in self._llm._processor:
+                raise StopIteration
             self._llm._step()
         update = self._updates.popleft()
         if update.finished:
