@@ -89,6 +89,8 @@ def open_checkpoint(
         checkpoint = _open_directory(path, dummy=load_format == "dummy")
     if model is None:
         checkpoint = replace(checkpoint, name=BUNDLED_NAME)
+    elif not Path(model).expanduser().exists():
+        checkpoint = replace(checkpoint, name=model)  # fetched: its local name is a hash
     return checkpoint if tokenizer is None else _with_tokenizer(checkpoint, tokenizer)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 HASH_MULTIPLIER = 0x45D9F3B
 MASK_32 = 0xFFFFFFFF
+VALUES_AT_ONCE = 1 << 20
 NORM_SPREAD = 0.1
 BIAS_SPREAD = 0.02
 
@@ -41,14 +42,14 @@ def dummy_tensors(
 def _uniform(count: int, key: int, device: torch.device) -> Tensor:
     """`count` FP32 values on [-1, 1), a function of key and position alone."""
     out = torch.empty(count, dtype=torch.float32, device=device)
-    step = 1 << 20
-    for start in range(0, count, step):
-        state = torch.arange(start, min(start + step, count), dtype=torch.int64, device=device)
+    for start in range(0, count, VALUES_AT_ONCE):
+        end = min(start + VALUES_AT_ONCE, count)
+        state = torch.arange(start, end, dtype=torch.int64, device=device)
         state = (state & MASK_32) ^ key ^ (state >> 32)
         # Products stay below 2**59, so int64 never overflows.
         for _ in range(2):
             state = ((state ^ (state >> 16)) * HASH_MULTIPLIER) & MASK_32
         state ^= state >> 16
         # 24 bits are exact in FP32.
-        out[start : start + step] = (state >> 8).float() / (1 << 23) - 1.0
+        out[start:end] = (state >> 8).float() / (1 << 23) - 1.0
     return out

@@ -142,11 +142,12 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
         raise ModelError(
             f"{where}: unexpected {_listed(unexpected)}", hint="the configuration has no place for them"
         )
-    for part, name in found.items():
-        if tuple(stored[name]) != expected[part]:
+    for part, shape in expected.items():
+        name = found[part]
+        if tuple(stored[name]) != shape:
             raise ModelError(
                 f"{where}: tensor {name} has shape {list(stored[name])}, "
-                f"but the configuration needs {list(expected[part])}"
+                f"but the configuration needs {list(shape)}"
             )
     return found
 
