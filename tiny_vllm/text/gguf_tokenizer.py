@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from tiny_vllm.errors import ModelError
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from tiny_vllm.text.gguf_vocabulary import GGUFTokenType, GGUFVocabulary
-from tiny_vllm.text.special_tokens import set_bos_and_eos
 from tiny_vllm.text.tokenizer import Tokenizer
 
 SPACE = "▁"
@@ -93,7 +92,7 @@ def _finish(
         elif token_type == GGUFTokenType.USER_DEFINED:
             backend.add_tokens([AddedToken(vocabulary.tokens[token_id], normalized=False)])
     adds_bos = adds_bos if vocabulary.add_bos_token is None else vocabulary.add_bos_token
-    set_bos_and_eos(
+    _set_bos_and_eos(
         backend,
         bos_token=vocabulary.tokens[bos_id] if adds_bos and bos_id is not None else None,
         eos_token=vocabulary.tokens[eos_id] if vocabulary.add_eos_token and eos_id is not None else None,
@@ -112,6 +111,17 @@ def _finish(
         eos_token_ids=_end_ids(vocabulary, eos_id),
         chat_template=ChatTemplate(template, special_tokens=special_tokens) if template else None,
     )
+
+
+def _set_bos_and_eos(backend: Backend, *, bos_token: str | None, eos_token: str | None) -> None:
+    """Make encoding start with bos_token and end with eos_token; None adds nothing there."""
+    around = [token for token in (bos_token, eos_token) if token is not None]
+    if not around:
+        backend.post_processor = None
+        return
+    template = [bos_token] * (bos_token is not None) + ["$A"] + [eos_token] * (eos_token is not None)
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around)]
+    backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=ids)
 
 
 def _end_ids(vocabulary: GGUFVocabulary, eos_id: int | None) -> Iterable[int]:

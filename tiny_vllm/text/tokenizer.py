@@ -49,6 +49,11 @@ class Tokenizer:
         self.adds_bos = self.bos_token_id is not None and start == [self.bos_token_id]
 
     @property
+    def drops_leading_space(self) -> bool:
+        """Whether decoding drops the space at the very start of a text, as SentencePiece does."""
+        return self._pieces.strips_leading_space
+
+    @property
     def eos_token_id(self) -> int | None:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 
 from tiny_vllm.errors import ModelError
 from tiny_vllm.text.chat_template import ChatTemplate
-from tiny_vllm.text.special_tokens import set_bos_and_eos
 from tiny_vllm.text.tokenizer import Tokenizer
 
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -24,25 +23,19 @@ def load_tokenizer_directory(path: str | Path) -> Tokenizer:
     """Read tokenizer.json and the files beside it.
 
     path: a directory, or a tokenizer.json. Read besides, where present: tokenizer_config.json (special
-    tokens, added tokens, add_bos_token, add_eos_token, chat_template as text or as a list of named
-    templates), special_tokens_map.json, chat_template.jinja, additional_chat_templates/*.jinja and
-    chat_template.json. Raises ModelError for what is missing, damaged or contradictory.
+    tokens, added tokens, chat_template as text or as a list of named templates), special_tokens_map.json,
+    chat_template.jinja, additional_chat_templates/*.jinja and chat_template.json. What is added around a
+    prompt is up to tokenizer.json alone: add_bos_token and add_eos_token speak to converters of old formats.
+    Raises ModelError for what is missing, damaged or contradictory.
     """
     path = Path(path)
     directory = path.parent if path.is_file() else path
     backend = _read_backend(path if path.is_file() else path / "tokenizer.json")
     config = _read_json(directory / "tokenizer_config.json")
+    _add_tokens(backend, config.get("added_tokens_decoder") or {})
     roles = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
     roles = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
-    _add_tokens(backend, config.get("added_tokens_decoder") or {})
     _mark_special(backend, [*roles.values(), *_further_special_tokens(config)])
-    if "add_bos_token" in config or "add_eos_token" in config:
-        # These settings, where a checkpoint has them, replace what tokenizer.json adds around a prompt.
-        set_bos_and_eos(
-            backend,
-            bos_token=roles.get("bos_token") if config.get("add_bos_token") else None,
-            eos_token=roles.get("eos_token") if config.get("add_eos_token") else None,
-        )
     templates = _chat_templates(directory, config)
     eos_token_id = backend.token_to_id(roles["eos_token"]) if "eos_token" in roles else None
     return Tokenizer(

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tiny_vllm.errors import ModelError, RequestError
+from tiny_vllm.text.chat_template import ChatTemplate
+from tiny_vllm.text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "hi"}
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STRICT = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('System message must be first') }}
+    {%- elif message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('Unexpected role ' + message.role) }}
+    {%- endif %}
+    {{- message.role + ':' + message.content + '\n' }}
+{%- endfor %}
+"""
+PARTS = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def template(source: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, **options)
+
+
+def test_messages_are_rendered_with_special_tokens_and_generation_prompt() -> None:
+    assert template(PLAIN).render([USER]) == "<s><user>hi<assistant>"
+    assert template(PLAIN).render([USER], add_generation_prompt=False) == "<s><user>hi"
+
+
+def test_the_templates_own_words_reach_the_client() -> None:
+    messages = [USER, {"role": "system", "content": "late"}]
+    with pytest.raises(RequestError, match="System message must be first"):
+        template(STRICT).render(messages)
+    with pytest.raises(RequestError, match="Unexpected role tool"):
+        template(STRICT).render([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "must be a list"),
+        ("hi", "must be a list"),
+        (5, "must be a list"),
+        (USER, "must be a list"),
+        ([], "messages is empty"),
+        (["hi"], r"messages\[0\] is of type str"),
+        ([{"content": "hi"}], r"messages\[0\] has role None"),
+        ([{"role": 3, "content": "hi"}], r"messages\[0\] has role 3"),
+        ([USER, {"role": "user"}], r"messages\[1\] has no content"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content is of type int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
+        ([{"role": "user", "content": ["hi"]}], "part of type 'str'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "text part without text"),
+    ],
+)
+def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        template(PLAIN).render(messages)
+
+
+def test_text_parts_are_joined_for_templates_of_plain_text() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template(PLAIN).render([{"role": "user", "content": content}]) == "<s><user>ab<assistant>"
+    assert template(STRICT).render([{"role": "user", "content": content}]) == "user:ab\n"
+
+
+def test_text_parts_are_passed_to_templates_that_read_them() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template(PARTS).render([{"role": "user", "content": content}, USER]) == "[a][b]hi"
+
+
+def test_an_assistant_message_may_carry_only_tool_calls() -> None:
+    source = "{% for message in messages %}{{ message.tool_calls[0].function.name }}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    assert template(source).render([call]) == "add"
+
+
+def test_tools_are_written_as_json_without_html_escapes() -> None:
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    tools = [{"name": "größer", "description": "a < b & 'c'"}]
+    assert template(source).render([USER], tools=tools) == (
+        """[{"name": "größer", "description": "a < b & 'c'"}]"""
+    )
+    assert template("{{ tools | tojson(indent=1) }}").render([USER], tools=[1]) == "[\n 1\n]"  # type: ignore[list-item]
+    assert template(source).render([USER]) == ""
+
+
+def test_tools_choose_their_own_template() -> None:
+    both = template("plain", tool_source="with tools")
+    assert both.render([USER]) == "plain"
+    assert both.render([USER], tools=[{}]) == "with tools"
+    with pytest.raises(RequestError, match="tools is of type str"):
+        both.render([USER], tools="add")  # type: ignore[arg-type]
+
+
+def test_loop_controls_dates_and_variables_work() -> None:
+    source = "{% for n in [1, 2, 3] %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}"
+    assert template(source).render([USER]) == "1"
+    assert re.fullmatch(r"\d{4}-\d\d", template("{{ strftime_now('%Y-%m') }}").render([USER]))
+    assert template("{{ mood }}").render([USER], variables={"mood": "calm"}) == "calm"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+    ],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    message = dict(USER)
+    with pytest.raises(RequestError):
+        template(source).render([message])
+    assert message == USER
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ messages[7].role }}", "{{ 1 / 0 }}"])
+def test_a_template_that_trips_is_a_request_error(source: str) -> None:
+    with pytest.raises(RequestError, match="the chat template"):
+        template(source).render([USER])
+
+
+def test_a_template_that_is_not_jinja_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja: line 1"):
+        template("{% for %}")
+
+
+def test_the_bundled_template_renders_as_transformers_does(bundled_tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert bundled_tokenizer.chat_template is not None
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer._backend)
+    reference.chat_template = bundled_tokenizer.chat_template.source
+    conversations = [
+        [USER],
+        [{"role": "system", "content": "Be <b>brief</b> & kind."}, USER],
+        [USER, {"role": "assistant", "content": "hello  "}, {"role": "user", "content": "\nbye\n"}],
+    ]
+    for messages in conversations:
+        for prompt in (True, False):
+            expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            rendered = bundled_tokenizer.chat_template.render(messages, add_generation_prompt=prompt)
+            assert rendered == expected
+            ids = reference.apply_chat_template(
+                messages, add_generation_prompt=prompt, return_dict=False, tokenize=True
+            )
+            assert bundled_tokenizer.encode_chat(rendered) == ids

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from tiny_vllm.errors import RequestError
+from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
+from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
+from tiny_vllm.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer(byte_level_vocabulary: GGUFVocabulary) -> Tokenizer:
+    return tokenizer_from_gguf(replace(byte_level_vocabulary, add_bos_token=True))
+
+
+def test_encoding_adds_bos_once(bos_tokenizer: Tokenizer) -> None:
+    word = bos_tokenizer.encode("hi", add_special_tokens=False)
+    assert bos_tokenizer.encode("hi") == [0, *word]
+    assert bos_tokenizer.encode("<s>hi") == [0, *word]
+    assert bos_tokenizer.encode("") == [0]
+    assert bos_tokenizer.encode("<s>") == [0]
+
+
+def test_bos_written_twice_by_the_client_stays(bos_tokenizer: Tokenizer) -> None:
+    assert bos_tokenizer.encode("<s><s>hi", add_special_tokens=False)[:3] != [0, 0, 0]
+    assert bos_tokenizer.encode("<s><s>hi")[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("rendered", ["<s>hi", "hi"])
+def test_a_conversation_gets_exactly_one_bos_on_every_path(bos_tokenizer: Tokenizer, rendered: str) -> None:
+    ids = bos_tokenizer.encode_chat(rendered)
+    assert ids == bos_tokenizer.encode(rendered)
+    assert ids.count(0) == 1
+
+
+def test_no_bos_without_the_tokenizers_wish(byte_level_tokenizer: Tokenizer) -> None:
+    assert not byte_level_tokenizer.adds_bos
+    assert byte_level_tokenizer.encode("") == []
+    assert byte_level_tokenizer.encode_chat("hi") == byte_level_tokenizer.encode("hi")
+
+
+def test_a_conversation_gets_no_eos(byte_level_vocabulary: GGUFVocabulary) -> None:
+    tokenizer = tokenizer_from_gguf(replace(byte_level_vocabulary, add_bos_token=True, add_eos_token=True))
+    assert tokenizer.encode("hi")[-1] == tokenizer.eos_token_id
+    assert tokenizer.encode_chat("hi") == tokenizer.encode("hi")[:-1]
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "ok \udc00", None, 5, b"bytes"])
+def test_what_is_not_text_is_refused(byte_level_tokenizer: Tokenizer, text: object) -> None:
+    with pytest.raises(RequestError, match=r"lone surrogate U\+D|must be a string"):
+        byte_level_tokenizer.encode(text)  # type: ignore[arg-type]
+
+
+def test_the_vocabulary_reaches_to_the_highest_id() -> None:
+    tokenizer = Tokenizer(Backend(models.WordLevel({"a": 0, "b": 7}, unk_token="a")))
+    assert tokenizer.vocab_size == 8
+
+
+def test_limits_of_the_checkpoint_do_not_cut_prompts(byte_level_tokenizer: Tokenizer) -> None:
+    backend = Backend.from_str(byte_level_tokenizer._backend.to_str())
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    assert Tokenizer(backend).encode("some longer text") == byte_level_tokenizer.encode("some longer text")
+
+
+def test_token_text_keeps_spaces_and_marks_parts_of_characters(
+    byte_level_tokenizer: Tokenizer, sentencepiece_tokenizer: Tokenizer
+) -> None:
+    (spaced,) = sentencepiece_tokenizer.encode("is", add_special_tokens=False)
+    assert sentencepiece_tokenizer.token_text(spaced) == " is"
+    first_byte = byte_level_tokenizer.token_id("ð")
+    assert first_byte is not None
+    assert byte_level_tokenizer.token_text(first_byte) == "\ufffd"
+    assert byte_level_tokenizer.token_text(0) == "<s>"
+    assert byte_level_tokenizer.token_text(10**6) == ""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("word", ["is", "import", "x1", "über"])
+def test_a_word_has_a_form_after_a_space_and_a_joined_one(
+    request: pytest.FixtureRequest, kind: str, word: str
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(f"{kind}_tokenizer")
+    after_space, joined = tokenizer.encode_word(word)
+    assert tokenizer.decode(after_space, continues=True) == f" {word}"
+    assert tokenizer.decode(joined, continues=True) == word

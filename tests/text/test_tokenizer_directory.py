@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.text.tokenizer import Tokenizer
+from tiny_vllm.text.tokenizer_directory import load_tokenizer_directory
+
+TEXTS = ("hello world", "x =   3", "\n\n1.", "naïve 😀", "a<s>b</s>", "<tool>x</tool>", "  lead", "")
+
+
+def write(directory: Path, tokenizer: Tokenizer, **files: Any) -> Path:
+    """A checkpoint's tokenizer files; tokenizer_config=..., special_tokens_map=... and so on are JSON."""
+    tokenizer._backend.save(str(directory / "tokenizer.json"))
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    return directory
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "roles as text": {"bos_token": "<s>", "eos_token": "</s>"},
+    "roles as objects": {
+        "bos_token": {"content": "<s>", "lstrip": False, "__type": "AddedToken"},
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+        "pad_token": None,
+    },
+    "bos asked for": {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True},
+    "bos and eos asked for": {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": True,
+    },
+    "bos not asked for": {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_ids_and_texts_are_those_of_transformers(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, name: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {**CONFIGS[name], "tokenizer_class": "PreTrainedTokenizerFast"}
+    directory = write(tmp_path, request.getfixturevalue(f"{kind}_tokenizer"), tokenizer_config=config)
+    reference = transformers.AutoTokenizer.from_pretrained(str(directory))
+    tokenizer = load_tokenizer_directory(directory)
+    for text in TEXTS:
+        ids = reference(text)["input_ids"]
+        assert tokenizer.encode(text) == ids
+        for skip in (True, False):
+            expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    assert tokenizer.bos_token_id == reference.bos_token_id
+    assert tokenizer.eos_token_id == reference.eos_token_id
+
+
+def test_a_tokenizer_json_may_be_named_itself(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"eos_token": "</s>"})
+    assert load_tokenizer_directory(tmp_path / "tokenizer.json").eos_token_ids == (1,)
+
+
+def test_roles_come_from_the_special_tokens_map_too(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    write(tmp_path, byte_level_tokenizer, special_tokens_map={"eos_token": {"content": "</s>"}})
+    assert load_tokenizer_directory(tmp_path).eos_token_ids == (1,)
+
+
+def test_added_tokens_of_the_config_are_added(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    first = byte_level_tokenizer.vocab_size
+    entries = {
+        str(first + 1): {"content": "<end>", "special": True},
+        str(first): {"content": "<tool>", "special": False},
+    }
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"added_tokens_decoder": entries})
+    tokenizer = load_tokenizer_directory(tmp_path)
+    assert tokenizer.vocab_size == first + 2
+    assert tokenizer.encode("<tool><end>") == [first, first + 1]
+    assert tokenizer.decode([first, first + 1]) == "<tool>"
+
+
+def test_added_tokens_with_contradicting_ids_are_refused(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    entries = {"9999": {"content": "<tool>"}}
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"added_tokens_decoder": entries})
+    with pytest.raises(ModelError, match="'<tool>' the id 9999"):
+        load_tokenizer_directory(tmp_path)
+
+
+def test_named_control_tokens_are_skipped_in_text(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"additional_special_tokens": ["in"]})
+    tokenizer = load_tokenizer_directory(tmp_path)
+    token_id = tokenizer.token_id("in")
+    assert token_id is not None
+    assert tokenizer.decode([token_id]) == ""
+
+
+def test_a_role_without_a_token_is_left_out(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"pad_token": "[PAD]", "eos_token": "</s>"})
+    tokenizer = load_tokenizer_directory(tmp_path)
+    assert tokenizer.vocab_size == byte_level_tokenizer.vocab_size
+    assert tokenizer.special_tokens == {"eos_token": "</s>"}
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({}, {}, None),
+        ({"chat_template": "in config"}, {}, "in config"),
+        ({"chat_template": "in config"}, {"chat_template.jinja": "in file"}, "in file"),
+        ({"chat_template": [{"name": "default", "template": "of list"}]}, {}, "of list"),
+        ({}, {"chat_template.json": '{"chat_template": "in json"}'}, "in json"),
+        (
+            {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>"},
+                "chat_template": "{{bos_token}}{{eos_token}}",
+            },
+            {},
+            "<s></s>",
+        ),
+    ],
+)
+def test_the_chat_template_is_found_wherever_it_is(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer, config: Any, files: dict[str, str], expected: str | None
+) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config=config)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    template = load_tokenizer_directory(tmp_path).chat_template
+    assert (template and template.render(MESSAGES)) == expected
+
+
+def test_a_tool_template_serves_conversations_with_tools(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    template = load_tokenizer_directory(
+        write(tmp_path, byte_level_tokenizer, tokenizer_config={"chat_template": named})
+    ).chat_template
+    assert template is not None
+    assert template.render(MESSAGES) == "plain"
+    assert template.render(MESSAGES, tools=[{}]) == "tools"
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json does not exist"):
+        load_tokenizer_directory(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match=r"hint: tokenizer\.model alone is not read"):
+        load_tokenizer_directory(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
+    write(tmp_path, byte_level_tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not JSON"):
+        load_tokenizer_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds a list"):
+        load_tokenizer_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(ModelError, match="chat_template is of type int"):
+        load_tokenizer_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer_directory(tmp_path)
