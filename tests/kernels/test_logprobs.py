@@ -37,3 +37,11 @@ def test_a_masked_token_has_minus_infinity() -> None:
     assert token_ids.tolist() == [[1, 0, 2, 1]]
     assert logprobs[0, 0] == -torch.inf
     assert ranks.tolist() == [[3, 1, 1, 3]]
+
+
+def test_equal_tokens_at_the_border_are_listed_by_id() -> None:
+    logits = torch.zeros(2, 500)
+    logits[1, 400] = 1.0
+    token_ids, _, ranks = token_logprobs(logits, torch.tensor([250, 250]), 3)
+    assert token_ids.tolist() == [[250, 0, 1, 2], [250, 400, 0, 1]]
+    assert ranks.tolist() == [[1, 1, 1, 1], [2, 1, 2, 2]]

@@ -113,6 +113,13 @@ def test_equal_logits_resolve_to_the_lowest_id_when_greedy() -> None:
     assert sample(logits, rows)[0].tolist() == [1000] * 5
 
 
+def test_min_p_of_one_keeps_every_token_as_likely_as_the_first() -> None:
+    logits = torch.zeros(400, VOCAB)
+    logits[:, [5, 2000]] = 1e-3
+    rows = rows_of([SamplingParams(min_p=1.0)] * 400, list(range(400)), [0] * 400, VOCAB)
+    assert set(sample(logits, rows)[0].tolist()) == {5, 2000}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 1e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
 def test_tiny_temperatures_equal_argmax_wherever_the_gap_is_clear(temperature: float, scale: float) -> None:
