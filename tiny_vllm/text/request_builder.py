@@ -169,6 +169,8 @@ class RequestBuilder:
             raise RequestError(f"n is {sampling.n}, but must be at most {self._max_n}")
         self._check_num_logprobs("logprobs", sampling.logprobs)
         self._check_num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        if sampling.stop_strings:
+            self._need_tokenizer("a stop string")
         _check_texts("stop", sampling.stop_strings, MAX_STOP_STRINGS, MAX_STOP_STRING_LEN)
         _check_texts("bad_words", sampling.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
