@@ -1,8 +1,15 @@
-"""Settings that every test shares."""
+"""Settings that every test shares, and the bundled model."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tiny_vllm import LLM
 
 # One thread per test process: `make test` runs several. Must happen before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +26,12 @@ else:
     # A merge must not depend on luck: CI always draws the same examples.
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def bundled_llm() -> Iterator[LLM]:
+    """The bundled model, loaded once per test process. Earlier tests leave their prefixes in its cache."""
+    from tiny_vllm import LLM
+
+    with LLM(num_pages=256, max_num_seqs=8) as llm:
+        yield llm

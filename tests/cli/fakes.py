@@ -9,7 +9,7 @@ from typing import Any
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
-from tiny_vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tiny_vllm.outputs import ChoiceDelta, CompletionOutput, RequestMetrics, RequestOutput, RequestUpdate
 from tiny_vllm.types import SamplingParams
 
 SPEC = ModelSpec(
@@ -52,13 +52,13 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Any, sampling_params: SamplingParams) -> Iterator[RequestUpdate]:
         if self.error:
             raise self.error
         self.asked.append((prompt, sampling_params))
         return self._grow(prompt)
 
-    def _grow(self, prompt: Any) -> Iterator[RequestOutput]:
+    def _grow(self, prompt: Any) -> Iterator[RequestUpdate]:
         self.num_open += 1
         is_complete = False
         try:
@@ -66,10 +66,11 @@ class FakeLLM:
             for index, word in enumerate(self.words):
                 self.before_word(index)
                 is_last = index == len(self.words) - 1
-                text = output.outputs[0].text + word
-                output = self._output(prompt, text, "stop" if is_last else None)
+                choice = output.outputs[0]
+                choice.text += word
+                choice.finish_reason = "stop" if is_last else None
                 is_complete = is_last
-                yield output
+                yield RequestUpdate(output, [ChoiceDelta(0, word, finish_reason=choice.finish_reason)])
         finally:
             self.num_open -= 1
             self.num_aborted += not is_complete

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.fakes import FakeLLM
-from tiny_vllm.cli.demo import QUESTIONS, stream_together
+from tiny_vllm.cli.demo import QUESTIONS, WordWrap, shortened, stream_together
 from tiny_vllm.cli.main import main
 from tiny_vllm.types import SamplingParams
 
@@ -32,3 +32,21 @@ def test_streams_run_side_by_side() -> None:
     )
     assert num_open == [3, 3, 3, 0]
     assert [output.outputs[0].text for output in outputs] == ["Hello big world"] * 3
+
+
+def test_wrapped_text_breaks_between_words_and_loses_nothing() -> None:
+    pieces = ["One", " two", " three\nfour", " five", "six", " seven"]
+    wrap = WordWrap(width=10)
+    wrapped = "".join(map(wrap, pieces))
+    assert wrapped == "One two\nthree\nfour five\nsix seven"
+
+
+def test_answers_are_shortened_within_the_asked_limits() -> None:
+    assert [shortened(SamplingParams(max_tokens=64), quarters=part).max_tokens for part in range(3)] == [
+        64,
+        48,
+        32,
+    ]
+    assert shortened(SamplingParams(max_tokens=8, min_tokens=7), quarters=2).max_tokens == 7
+    for max_tokens in (None, 0):
+        assert shortened(SamplingParams(max_tokens=max_tokens), quarters=2).max_tokens == max_tokens

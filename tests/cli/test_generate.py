@@ -106,9 +106,9 @@ def test_statistics_go_to_stderr(llm: FakeLLM, capsys: pytest.CaptureFixture[str
     main(["generate", "a", "--stats"])
     captured = capsys.readouterr()
     assert captured.out == "Hello big world\n"
-    assert "3 tokens in" in captured.err
+    assert captured.err.startswith("3 tokens, ")
     assert "first after 500 ms" in captured.err
-    assert "2 of 3 prompt tokens cached" in captured.err
+    assert "prompt 3 tokens (2 cached)" in captured.err
 
 
 def test_sampling_options_reach_the_request(llm: FakeLLM) -> None:

@@ -36,7 +36,9 @@ def add_parser(benchmarks: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     check_workload(args, ("num_prompts",))
     with session.open_llm(args) as llm:
-        batch_size = min(args.num_prompts, llm.config.max_num_seqs)
+        max_num_seqs = llm.config.max_num_seqs
+        assert max_num_seqs is not None
+        batch_size = min(args.num_prompts, max_num_seqs)
         # The seeds differ, so that the timed run finds no prefix of the warm-up.
         run_batch(llm, args, 1, seed=0)
         start = time.perf_counter()
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             name="throughput",
             workload={
                 **{name: getattr(args, name) for name in ("num_prompts", "input_len", "output_len")},
-                "max_num_seqs": llm.config.max_num_seqs,
+                "max_num_seqs": max_num_seqs,
             },
             results={
                 "seconds": seconds,

@@ -115,7 +115,7 @@ class Conversation:
                 contextlib.closing(self.llm.stream([*system, *messages], self.params)) as stream,
                 session.deferred_interrupt() as interrupt,
             ):
-                output = session.print_stream(stream, lambda: interrupt.requested)
+                output = session.print_stream(stream, should_stop=lambda: interrupt.requested)
         except RequestError as error:
             _note(f"error: {error}")
             return

@@ -91,7 +91,8 @@ def show_one_answer(console: Console, llm: LLM, params: SamplingParams) -> None:
     _heading(console, "One answer, streamed")
     console.print(f"> {QUESTIONS[0]}", style="bold")
     start = time.monotonic()
-    output = session.print_stream(llm.stream(conversation(QUESTIONS[0]), params))
+    stream = llm.stream(conversation(QUESTIONS[0]), params)
+    output = session.print_stream(stream, arrange=WordWrap(console.width))
     console.print(stats_line([output], time.monotonic() - start), style="cyan")
 
 
@@ -141,18 +142,42 @@ def stream_together(
     requests: Sequence[tuple[list[dict[str, str]], SamplingParams]],
     watch: Callable[[Sequence[RequestOutput | None]], None],
 ) -> list[RequestOutput]:
-    """Run several streams side by side; `watch` sees the newest output of each after every round."""
+    """Run several streams side by side; `watch` sees the output of each after every round."""
     streams = dict(enumerate(llm.stream(messages, params) for messages, params in requests))
     outputs: list[RequestOutput | None] = [None] * len(requests)
     while streams:
         for index, stream in list(streams.items()):
-            newest = next(stream, None)
-            if newest is None:
+            update = next(stream, None)
+            if update is None:
                 del streams[index]
             else:
-                outputs[index] = newest
+                outputs[index] = update.output
         watch(outputs)
     return [output for output in outputs if output is not None]
+
+
+class WordWrap:
+    """Breaks a growing text between words: a piece that would cross the right edge begins a new line.
+
+    A word that comes in several pieces may still be cut: holding it back until it is complete would hide the
+    streaming.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.column = 0
+
+    def __call__(self, piece: str) -> str:
+        lines: list[str] = []
+        for line in piece.split("\n"):
+            if lines:
+                self.column = 0
+            if self.column + len(line) > self.width and line.startswith(" "):
+                line = "\n" + line[1:]
+                self.column = -1
+            self.column += len(line)
+            lines.append(line)
+        return "\n".join(lines)
 
 
 def conversation(question: str) -> list[dict[str, str]]:

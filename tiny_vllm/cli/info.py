@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
-from tiny_vllm.config import (
-    DTYPE_BYTES,
-    GIB,
-    EngineConfig,
-    ModelFacts,
-    choose_device,
-    page_bytes,
-    resolve,
-)
+from tiny_vllm.config import DTYPE_BYTES, GIB, EngineConfig
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
@@ -38,42 +30,33 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    import torch
+    from tiny_vllm.engine.build import plan_engine
 
-    from tiny_vllm.weights.checkpoint import open_checkpoint
+    plan = plan_engine(config)
+    spec, config = plan.checkpoint.spec, plan.config
+    assert config.num_pages is not None
+    per_page = spec.kv_values_per_token * config.page_size * DTYPE_BYTES[config.dtype]
 
-    device = choose_device(config.device, torch.cuda.is_available())
-    machine = describe_machine(str(device.value))
-    checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
-    spec = checkpoint.spec
-    facts = ModelFacts(spec.dtype, spec.max_position_embeddings, spec.kv_values_per_token)
-    dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
-    free_bytes = None
-    if device.value == "cuda":
-        free_bytes = int(machine["memory_bytes"] * config.gpu_memory_utilization) - weight_bytes
-    resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
-    assert resolved.num_pages is not None
-    per_page = page_bytes(dtype, resolved.page_size, facts)
-
+    machine = describe_machine(config.device)
     _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
     _section(
-        "model", [("name", checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_spec_rows(spec)]
+        "model",
+        [("name", plan.checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_spec_rows(spec)],
     )
     _section(
         "memory",
         [
-            ("weights", f"{weight_bytes / GIB:.3f} GiB"),
-            ("one page", f"{per_page / 1024:.0f} KiB for {resolved.page_size} tokens over all layers"),
-            ("page pool", f"{resolved.num_pages} pages, {resolved.num_pages * per_page / GIB:.3f} GiB"),
-            ("room for", f"{(resolved.num_pages - 1) * resolved.page_size:,} tokens"),
+            ("weights", f"{plan.weight_bytes / GIB:.3f} GiB"),
+            ("one page", f"{per_page / 1024:.0f} KiB for {config.page_size} tokens over all layers"),
+            ("page pool", f"{config.num_pages} pages, {config.num_pages * per_page / GIB:.3f} GiB"),
+            ("room for", f"{config.num_pages * config.page_size:,} tokens"),
         ],
     )
-    reasons = {choice.name: choice.reason for choice in (*choices, device)}
+    reasons = {choice.name: choice.reason for choice in plan.choices}
     _section(
         "options",
         (
-            (option.name, _with_reason(getattr(resolved, option.name), reasons.get(option.name)))
+            (option.name, _with_reason(getattr(config, option.name), reasons.get(option.name)))
             for option in fields(EngineConfig)
         ),
     )

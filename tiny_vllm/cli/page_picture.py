@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.text import Text
 
-STATES = ("shared", "used", "cached", "free", "null")
+STATES = ("shared", "used", "cached", "free")
 """What a page can be, most telling first: that is what a block that stands for several pages shows."""
 
 LABELS = {
@@ -17,27 +17,26 @@ LABELS = {
     "used": "in use",
     "cached": "cached",
     "free": "free",
-    "null": "null",
 }
-BLOCKS = {"shared": "■", "used": "■", "cached": "■", "free": "■", "null": "■"}
-LETTERS = {"shared": "#", "used": "o", "cached": "+", "free": ".", "null": "0"}
+BLOCKS = {"shared": "■", "used": "■", "cached": "■", "free": "■"}
+LETTERS = {"shared": "#", "used": "o", "cached": "+", "free": "."}
 COLOURS = {
     "shared": "magenta",
     "used": "green",
     "cached": "blue",
     "free": "bright_black",
-    "null": "red",
 }
 
 
 def page_picture(pages: Sequence[str], *, width: int, max_rows: int = 8, colours: bool = True) -> Text:
     """Draw a pool.
 
-    pages: the state of each page, one of STATES. width: columns to fill. colours: coloured blocks; otherwise
-    a letter for each state. Ends with a legend that counts the pages of each state.
+    pages: the state of each page, one of STATES; null pages, which never hold anything, are left out.
+    width: columns to fill. colours: coloured blocks; otherwise a letter for each state. Ends with a legend that counts the pages of each state.
     """
     from rich.text import Text
 
+    pages = [state for state in pages if state != "null"]
     symbols = BLOCKS if colours else LETTERS
     per_row = max(width // 2, 1)
     pages_per_block = -(-len(pages) // (per_row * max_rows)) or 1

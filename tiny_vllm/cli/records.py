@@ -54,10 +54,10 @@ def stats_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
     generated = sum(output.metrics.num_generated_tokens for output in outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
-    parts = [f"{generated} tokens in {seconds:.2f} s", f"{generated / max(seconds, 1e-9):.1f} tokens/s"]
+    parts = [f"{generated} tokens", f"{generated / max(seconds, 1e-9):.1f} tokens/s"]
     first = [output.metrics.time_to_first_token for output in outputs]
     waits = [wait for wait in first if wait is not None]
     if waits:
         parts.append(f"first after {sum(waits) / len(waits) * 1000:.0f} ms")
-    parts.append(f"{cached} of {prompt} prompt tokens cached")
+    parts.append(f"prompt {prompt} tokens ({cached} cached)")
     return ", ".join(parts)

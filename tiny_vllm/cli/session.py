@@ -14,7 +14,7 @@ from tiny_vllm.cli.options import engine_config
 
 if TYPE_CHECKING:
     from tiny_vllm.llm import LLM
-    from tiny_vllm.outputs import RequestOutput
+    from tiny_vllm.outputs import RequestOutput, RequestUpdate
 
 
 def open_llm(args: argparse.Namespace) -> LLM:
@@ -26,19 +26,22 @@ def open_llm(args: argparse.Namespace) -> LLM:
 
 
 def print_stream(
-    outputs: Iterable[RequestOutput], should_stop: Callable[[], bool] = lambda: False
+    updates: Iterable[RequestUpdate],
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    arrange: Callable[[str], str] = lambda text: text,
 ) -> RequestOutput:
-    """Write the first choice's text to stdout as it grows, and a line end. Returns the last output."""
-    num_written = 0
-    for output in outputs:
-        text = output.outputs[0].text
-        sys.stdout.write(text[num_written:])
+    """Write the first choice's text to stdout as it grows, and a line end. Returns the whole output.
+
+    should_stop: asked after every update. arrange: changes each piece before it is written.
+    """
+    for update in updates:
+        sys.stdout.write(arrange(update.text))
         sys.stdout.flush()
-        num_written = len(text)
         if should_stop():
             break
     print(flush=True)
-    return output
+    return update.output
 
 
 class Interrupt:
