@@ -11,6 +11,7 @@ import torch
 from tests.helpers.tiny_gguf import write_tiny_gguf
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
 from tiny_vllm.models.weights import ModelWeights
+from tiny_vllm.weights.bundled import bundled_model_path
 from tiny_vllm.weights.checkpoint import open_checkpoint
 from tiny_vllm.weights.load import load_weights
 
@@ -133,8 +134,26 @@ def test_dummy_weights_are_the_same_for_a_seed_and_differ_between_seeds(tmp_path
 
 
 def test_the_bundled_model_loads_in_bfloat16() -> None:
-    checkpoint = open_checkpoint(None)
-    weights = load_weights(checkpoint, dtype=torch.bfloat16, device="cpu")
+    weights = load_weights(open_checkpoint(None), dtype=torch.bfloat16, device="cpu")
     assert weights.embedding.shape == (49152, 576)
     assert weights.lm_head is weights.embedding
-    assert all(torch.isfinite(layer.qkv).all() for layer in weights.layers)
+    for layer in weights.layers:
+        # Trained norms and matrices: finite, and neither empty nor left unset.
+        for tensor in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.input_norm):
+            assert 0.0 < tensor.float().std() < 2.0
+
+
+@pytest.mark.slow
+def test_the_bundled_model_has_the_weights_transformers_reads_from_it() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = str(bundled_model_path())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(path)["config"]))
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict({name: torch.as_tensor(tensor) for name, tensor in tensors.items()}, assign=True)
+    weights = load_weights(open_checkpoint(None), dtype=torch.bfloat16, device="cpu")
+    assert_weights_of(model, weights, torch.bfloat16)
+    assert weights.lm_head is weights.embedding

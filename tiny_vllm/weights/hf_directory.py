@@ -63,14 +63,20 @@ def weight_files(directory: Path) -> tuple[list[Path], Mapping[str, str]]:
     )
 
 
-def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], Mapping[str, str]]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, from an index. Raises ModelError naming the index if it holds no such map."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensor names to file names")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
+    outside = sorted({name for name in weight_map.values() if Path(name).name != name})
     if outside:
         raise ModelError(f"{index} names files outside its directory: {_listed(outside)}")
+    return weight_map
+
+
+def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], Mapping[str, str]]:
+    weight_map = read_weight_map(index)
+    names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(

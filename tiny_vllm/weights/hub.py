@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.weights.hf_directory import INDEX, SINGLE_FILE, read_json
+from tiny_vllm.weights.hf_directory import INDEX, SINGLE_FILE, read_weight_map
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SMALL_FILES = ["*.json", "*.jinja", "*.model"]
@@ -28,9 +28,7 @@ def fetch_model(hub_id: str, *, weights: bool = True) -> Path:
     directory = _download(hub_id, SMALL_FILES)
     if weights:
         index = directory / INDEX
-        files = (
-            sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else [SINGLE_FILE]
-        )
+        files = sorted(set(read_weight_map(index).values())) if index.is_file() else [SINGLE_FILE]
         directory = _download(hub_id, [*SMALL_FILES, *files])
     return directory
 
