@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -351,6 +352,9 @@ FOREIGN_FACTORS: dict[str, Callable[[], list[float]]] = {
     "no ramp": lambda: [1.0] * 63 + [8.0],
     "too few": lambda: llama3_divisors(8.0)[:-1],
     "none": list,
+    "zeros": lambda: [0.0] * 64,
+    "infinite": lambda: [math.inf] * 64,
+    "not numbers": lambda: [math.nan] * 64,
 }
 
 

@@ -254,19 +254,18 @@ def _llama3_parameters(factors: Sequence[float], theta: float, head_dim: int) ->
         "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
         "original_max_position_embeddings": LLAMA3_ORIGINAL_CONTEXT,
     }
-    expected = [
-        llama3_frequency_divisor(theta ** (-2 * index / head_dim), factor) for index in range(head_dim // 2)
-    ]
     # float32 storage and arithmetic of the writer leave a few units in the last place; 1e-4 is far above
     # those and far below any real difference of parameters.
-    if len(factors) != len(expected) or any(
-        not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, expected, strict=True)
+    plausible = 1.0 <= factor < math.inf and theta > 1.0 and len(factors) == head_dim // 2
+    if not plausible or not all(
+        math.isclose(given, _llama3_divisor(theta ** (-2 * index / head_dim), factor), rel_tol=1e-4)
+        for index, given in enumerate(factors)
     ):
         raise ModelError("rope_freqs.weight holds RoPE factors that are not those of Llama 3.1, 3.2 or 3.3")
     return parameters
 
 
-def llama3_frequency_divisor(frequency: float, factor: float) -> float:
+def _llama3_divisor(frequency: float, factor: float) -> float:
     """By what llama3 scaling divides one RoPE frequency (radians per token), with Llama 3's constants."""
     rotations = LLAMA3_ORIGINAL_CONTEXT * frequency / (2 * math.pi)
     share = (rotations - LLAMA3_LOW_FREQ_FACTOR) / (LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR)
