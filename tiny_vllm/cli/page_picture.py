@@ -32,7 +32,8 @@ def page_picture(pages: Sequence[str], *, width: int, max_rows: int = 8, colours
     """Draw a pool.
 
     pages: the state of each page, one of STATES; null pages, which never hold anything, are left out.
-    width: columns to fill. colours: coloured blocks; otherwise a letter for each state. Ends with a legend that counts the pages of each state.
+    width: columns to fill. colours: coloured blocks; otherwise a letter for each state.
+    Ends with a legend that counts the pages of each state.
     """
     from rich.text import Text
 
