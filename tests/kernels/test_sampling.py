@@ -23,9 +23,9 @@ CASES: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 50.0},
     "top_k 1": {"top_k": 1},
     "top_k": {"top_k": 40},
-    "top_k at a candidate width": {"top_k": 128},
-    "top_k past a candidate width": {"top_k": 129},
-    "top_k past all widths": {"top_k": 2000},
+    "top_k as many as candidates": {"top_k": 64},
+    "top_k one past the candidates": {"top_k": 65},
+    "top_k far": {"top_k": 2000},
     "top_k past the vocabulary": {"top_k": 10**9},
     "top_p tiny": {"top_p": 1e-9},
     "top_p zero": {"top_p": 0.0},
@@ -84,19 +84,19 @@ def test_a_ragged_mix_equals_the_reference_and_each_row_alone(make_logits: Any) 
         assert torch.equal(sample(logits[only], rows.select(only))[0], tokens[only])
 
 
-@pytest.mark.parametrize("widths", [(), (1,), (2, 5), (64,), (VOCAB - 1,)])
+@pytest.mark.parametrize("num_candidates", [1, 2, 30, 500, VOCAB - 1, VOCAB])
 def test_the_number_of_candidates_never_changes_a_token(
-    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    num_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [SamplingParams(**case) for case in CASES.values()]
     logits = torch.cat([make(len(params), VOCAB, seed=2) for make in (random_logits, tied_logits)])
     rows = rows_of(params * 2, list(range(len(logits))), [0] * len(logits), VOCAB)
     usual = sample(logits, rows)[0]
-    monkeypatch.setattr(sampling, "CANDIDATE_WIDTHS", widths)
+    monkeypatch.setattr(sampling, "NUM_CANDIDATES", num_candidates)
     assert torch.equal(sample(logits, rows)[0], usual)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65])
 def test_small_vocabularies_work(vocab_size: int) -> None:
     params = [SamplingParams(**case) for case in CASES.values()]
     logits = random_logits(len(params), vocab_size, seed=3)
@@ -108,7 +108,13 @@ def test_small_vocabularies_work(vocab_size: int) -> None:
 def test_equal_logits_resolve_to_the_lowest_id_when_greedy() -> None:
     logits = torch.zeros(5, VOCAB)
     logits[:, 1000:] = 1.0
-    cases = [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"top_p": 0.0}, {"temperature": 1e-7}]
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"top_p": 0.0},
+        {"temperature": 1e-7},
+    ]
     rows = rows_of([SamplingParams(**case) for case in cases], [0] * 5, [0] * 5, VOCAB)
     assert sample(logits, rows)[0].tolist() == [1000] * 5
 
@@ -127,7 +133,8 @@ def test_tiny_temperatures_equal_argmax_wherever_the_gap_is_clear(temperature: f
     top = torch.arange(20) * 37
     # Noise spans less than 40 between two tokens: a gap of 40 temperatures decides.
     logits[torch.arange(20), top] = scale + max(40 * temperature, 0.01 * scale)
-    for case in ({}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}):
+    cases: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}]
+    for case in cases:
         params = [SamplingParams(temperature=temperature, **case)] * 20
         tokens, is_valid = sample(logits, rows_of(params, list(range(20)), [0] * 20, VOCAB))
         assert torch.equal(tokens, top)
