@@ -76,21 +76,16 @@ def test_a_file_cut_anywhere_is_refused_by_name(path: Path) -> None:
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
-        with pytest.raises(ModelError, match=r"model\.safetensors is (truncated|not a safetensors file)"):
+        with pytest.raises(ModelError, match=r"model\.safetensors is not .*truncated"):
             read_safetensors_header(path)
 
 
-def test_a_truncated_file_is_told_its_lengths(path: Path) -> None:
+def test_a_file_with_missing_or_surplus_bytes_is_refused_with_its_size(path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[:-3])
-    with pytest.raises(ModelError, match=rf"it has {len(content) - 3} bytes, but needs {len(content)}"):
-        read_safetensors_header(path)
-
-
-def test_surplus_bytes_are_damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
-        read_safetensors_header(path)
+    for changed in (content[:-3], content + b"\0"):
+        path.write_bytes(changed)
+        with pytest.raises(ModelError, match=rf"model\.safetensors .*damaged \({len(changed)} bytes"):
+            read_safetensors_header(path)
 
 
 def test_a_git_lfs_pointer_is_recognised(path: Path) -> None:
