@@ -98,11 +98,17 @@ def test_tools_are_written_as_json_without_html_escapes() -> None:
 
 
 def test_tools_choose_their_own_template() -> None:
-    both = template("plain", tool_source="with tools")
+    both = template("plain", tool_source="with {{ tools | length }} tool")
     assert both.render([USER]) == "plain"
-    assert both.render([USER], tools=[{}]) == "with tools"
+    assert both.render([USER], tools=[{}]) == "with 1 tool"
     with pytest.raises(RequestError, match="tools is of type str"):
         both.render([USER], tools="add")  # type: ignore[arg-type]
+
+
+def test_tools_that_would_not_reach_the_prompt_are_refused() -> None:
+    with pytest.raises(RequestError, match="takes no tools"):
+        template(PLAIN).render([USER], tools=[{"name": "add"}])
+    assert template(PLAIN).render([USER], tools=[]) == template(PLAIN).render([USER])
 
 
 def test_loop_controls_dates_and_variables_work() -> None:

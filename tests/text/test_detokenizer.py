@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
+from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
 from tiny_vllm.text.pieces import BYTE_ALPHABET
 from tiny_vllm.text.tokenizer import Tokenizer
 
@@ -124,6 +127,16 @@ def test_a_special_token_between_the_bytes_of_a_character_is_no_part_of_it(token
     first, second = byte_ids(tokenizer, "é".encode())
     ids = [first, min(tokenizer.special_token_ids), second]
     assert tokenizer.decode(ids) == "é"
+
+
+def test_added_tokens_are_plain_text(byte_level_vocabulary: GGUFVocabulary) -> None:
+    """Characters of ordinary byte-level pieces stand for bytes: "é" for a byte that is no character."""
+    tokens = [*byte_level_vocabulary.tokens, "<é>", "<｜end▁of▁turn｜>"]
+    types = [*(byte_level_vocabulary.token_types or ()), 4, 4]
+    tokenizer = tokenizer_from_gguf(replace(byte_level_vocabulary, tokens=tokens, token_types=types))
+    ids = tokenizer.encode("<é><｜end▁of▁turn｜>é")
+    assert ids[:2] == [len(tokens) - 2, len(tokens) - 1]
+    assert tokenizer.decode(ids) == "<é><｜end▁of▁turn｜>é"
 
 
 def test_ids_without_a_token_leave_no_text(tokenizer: Tokenizer) -> None:

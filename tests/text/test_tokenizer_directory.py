@@ -142,13 +142,16 @@ def test_the_chat_template_is_found_wherever_it_is(
 def test_a_tool_template_serves_conversations_with_tools(
     tmp_path: Path, byte_level_tokenizer: Tokenizer
 ) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+    ]
     template = load_tokenizer_directory(
         write(tmp_path, byte_level_tokenizer, tokenizer_config={"chat_template": named})
     ).chat_template
     assert template is not None
     assert template.render(MESSAGES) == "plain"
-    assert template.render(MESSAGES, tools=[{}]) == "tools"
+    assert template.render(MESSAGES, tools=[{}]) == "1 tools"
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

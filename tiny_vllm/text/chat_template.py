@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeGuard
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,7 +23,7 @@ class ChatTemplate:
     `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
     tool_source: the template to use when tools are given, if there is a separate one.
     special_tokens: variables of the template, for example {"bos_token": "<s>"}.
-    Raises ModelError for a template that is not valid Jinja.
+    takes_tools: whether tools reach the prompt. Raises ModelError for a template that is not valid Jinja.
     """
 
     def __init__(
@@ -35,8 +35,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._tool_template = environment.from_string(tool_source) if tool_source else self._template
+            variables = meta.find_undeclared_variables(environment.parse(tool_source or source))
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
+        self.takes_tools = "tools" in variables
         self._wants_parts = self._takes_content_parts()
 
     def render(
@@ -57,6 +59,8 @@ class ChatTemplate:
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
         if tools is not None and not _is_list(tools):
             raise RequestError(f"tools is of type {type(tools).__name__}, but must be a list")
+        if tools and not self.takes_tools:
+            raise RequestError("this model's chat template takes no tools", hint="leave tools out")
         template = self._tool_template if tools else self._template
         try:
             return template.render(

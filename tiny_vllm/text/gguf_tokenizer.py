@@ -175,7 +175,7 @@ def _merges_from_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     }
     merges = []
     for piece, score in pieces.items():
-        for split in range(len(piece) - 1, 0, -1):
+        for split in range(1, len(piece)):
             if piece[:split] in pieces and piece[split:] in pieces:
                 merges.append((-score, piece[:split], piece[split:]))
     merges.sort(key=lambda merge: merge[0])
