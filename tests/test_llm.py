@@ -446,3 +446,20 @@ def test_pool_formula(directory: Path) -> None:
         assert llm.config.num_pages == -(-4 * 100 * 3 // 2 // 16)
     with pytest.raises(ConfigError, match="mean_sequence_len"):
         LLM(str(directory), pool_sizing="formula")
+
+
+def test_dynamic_rope_is_not_stretched_unless_a_longer_context_is_asked_for(tmp_path: Path) -> None:
+    """Stretching depends on the longest context; transformers' answers to short prompts need it unstretched."""
+    model = make_tiny_llama(
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    directory = save_tiny_llama(tmp_path / "dynamic", model)
+    prompt = random_prompt(random.Random(8), 30)
+    with LLM(str(directory), num_pages=32) as llm:
+        assert llm.config.max_model_len == 64
+        assert tokens_of(llm.generate([prompt], greedy(20, ignore_eos=True))) == [
+            [greedy_tokens(model, prompt, 20)]
+        ]
+    with LLM(str(directory), num_pages=32, max_model_len=128) as llm:
+        assert len(llm.generate([prompt], greedy(90, ignore_eos=True))[0].outputs[0].token_ids) == 90

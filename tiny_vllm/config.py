@@ -143,10 +143,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What `resolve` must know of the model. kv_values_per_token: K and V values over all layers."""
+    """What `resolve` must know of the model.
+
+    max_position_embeddings: longest context. default_model_len: context if the user asks for none; shorter
+    where a longer one changes the answers to short prompts. kv_values_per_token: K and V over all layers.
+    """
 
     dtype: str
     max_position_embeddings: int
+    default_model_len: int
     kv_values_per_token: int
 
 
@@ -191,7 +196,7 @@ def resolve(
 
     _choose_batch_limits(config, choose, on_gpu)
     choose("prefill_policy", "mixed", "running requests keep their pace while prompts are computed")
-    choose("max_model_len", facts.max_position_embeddings, "the model's context")
+    choose("max_model_len", facts.default_model_len, "the model's context")
     if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, more than the model's context "

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 
 from tqdm import tqdm
 
@@ -294,7 +294,7 @@ def _as_list(name: str, value: object) -> list[Any]:
     return list(value)
 
 
-def _is_conversation(value: object) -> bool:
+def _is_conversation(value: object) -> TypeGuard[Messages]:
     """Whether this is one list of messages, rather than a prompt or a list of conversations."""
     return (
         isinstance(value, Sequence)

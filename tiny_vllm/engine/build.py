@@ -48,7 +48,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     free_bytes = None
     if device.value == "cuda":
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
-    facts = ModelFacts(spec.dtype, spec.max_position_embeddings, spec.kv_values_per_token)
+    facts = ModelFacts(
+        spec.dtype, spec.max_position_embeddings, spec.default_model_len, spec.kv_values_per_token
+    )
     resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
     choices = tuple(device if choice.name == "device" else choice for choice in choices)
     return EnginePlan(checkpoint, resolved, choices, weight_bytes)

@@ -59,6 +59,17 @@ class ModelSpec:
     dtype: str = "bfloat16"
 
     @property
+    def default_model_len(self) -> int:
+        """Context to use unless asked otherwise, in tokens.
+
+        Dynamic RoPE scaling stretches all positions as soon as a longer context is allowed, so it is not
+        allowed unasked.
+        """
+        if self.rope.scaling == "dynamic" and self.rope.original_max_position_embeddings:
+            return min(self.rope.original_max_position_embeddings, self.max_position_embeddings)
+        return self.max_position_embeddings
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
