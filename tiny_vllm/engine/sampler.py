@@ -7,7 +7,7 @@ tensors and cost the same however they are mixed; a rare one costs something onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,12 +121,12 @@ class Sampler:
         """
         if not slots:
             return SampledTokens([], [])
-        rows_with_logprobs = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
+        rows_with_logprobs = _rows_of(slots, self._num_logprobs)
+        constrained = _rows_of(slots, self._constraints)
+        penalised = _rows_of(slots, self._penalised)
         raw = logits[rows_with_logprobs] if rows_with_logprobs else logits[:0]
-        for row, slot in enumerate(slots):
-            if slot in self._constraints:
-                self._constraints[slot].apply(logits[row])
-        penalised = [row for row, slot in enumerate(slots) if slot in self._penalised]
+        for row in constrained:
+            self._constraints[slots[row]].apply(logits[row])
         if penalised:
             self._apply_penalties(logits, penalised, slots)
         slot_ids = torch.tensor(slots, device=self._device)
@@ -135,9 +135,8 @@ class Sampler:
         if penalised:
             self._seen.record([slots[row] for row in penalised], tokens[penalised])
         token_ids: list[int] = tokens.tolist()
-        for row, slot in enumerate(slots):
-            if slot in self._constraints:
-                self._constraints[slot].record(token_ids[row])
+        for row in constrained:
+            self._constraints[slots[row]].record(token_ids[row])
         invalid_rows = tuple(row for row, valid in enumerate(is_valid.tolist()) if not valid)
         logprobs = self._logprobs(raw, tokens, rows_with_logprobs, slots)
         for row in invalid_rows:
@@ -191,6 +190,11 @@ def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top:
         rows = slice(start, start + PROMPT_LOGPROBS_ROWS)
         found += _as_logprobs(*token_logprobs(logits[rows], next_token_ids[rows], num_top))
     return found
+
+
+def _rows_of(slots: list[int], users: Container[int]) -> list[int]:
+    """Rows whose slot uses a feature."""
+    return [row for row, slot in enumerate(slots) if slot in users] if users else []
 
 
 def _count_top(num_top: int, vocab_size: int) -> int:
