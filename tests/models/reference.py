@@ -186,7 +186,7 @@ class PagedDecoder:
         return torch.tensor(sequence.pages)[positions // page_size] * page_size + positions % page_size
 
     def generate(self, token_ids: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
-        """Greedy tokens after a prompt computed whole, and the logits of every position but the last token's."""
+        """Greedy tokens after a prompt computed whole; logits of every position but the last token's."""
         sequence = self.add(token_ids, max_len=len(token_ids) + num_tokens)
         logits = self.step([], [(sequence, len(token_ids))])
         for _ in range(num_tokens - 1):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models.reference import PagedDecoder, llama_logits, make_llama, spec_of, weights_of
 from torch import Tensor
+
+from tests.models.reference import PagedDecoder, llama_logits, make_llama, spec_of, weights_of
 
 VARIANTS = {
     "gqa": {},
@@ -19,8 +20,8 @@ VARIANTS = {
 }
 
 
-# Both sides accumulate dots of up to 100 terms in FP32, in different orders, through 2 layers: some ten roundings
-# of 2^-24, amplified by norms and softmax. Logits here are of size 10, so 2^-24 * 10 * 100 bounds it.
+# Both sides accumulate dots of up to 100 terms in FP32, in different orders, through 2 layers: some ten
+# roundings of 2^-24, amplified by norms and softmax. Logits here are of size 10: 2^-24 * 10 * 100 bounds it.
 TOLERANCE = 1e-4
 
 

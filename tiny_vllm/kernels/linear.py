@@ -4,10 +4,10 @@ x [T, in], W [out, in], b [out], y [T, out]; all of one type, FP32 accumulation,
 Moves 2 * out * in bytes in BF16 for 2 * T * out * in FLOPs: memory-bound below some hundred rows, so a decode
 step costs what reading the weights costs.
 
-On the CPU the matrix is stored once more in oneDNN's blocked layout, chosen when the layer is built: reading it
-streams whole cache lines per register tile (BF16, one row, 3072 x 576, 2 cores: 83 us against 165 us), and
-oneDNN's post-ops apply the residual, SiLU and products to the FP32 accumulators. Where oneDNN cannot
-(other devices, FP16, builds without it) the same functions are plain torch.
+On the CPU the matrix is copied into oneDNN's blocked layout when the layer is built. Products then read it in
+the order of their register tiles (BF16, one row, 3072 x 576, two cores: 83 us, plain 165), and oneDNN's
+post-ops apply the residual, SiLU and factors to the FP32 accumulators. Where oneDNN cannot (other devices,
+FP16, builds without it) the same functions are plain torch.
 """
 
 from __future__ import annotations

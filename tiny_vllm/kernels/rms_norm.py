@@ -1,10 +1,12 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight.
 
-x [T, H], weight [H], y [T, H], all of one type; everything in between is FP32 and y is rounded once.
-Moves 2 * T * H values for about 4 * T * H FLOPs: memory-bound. Source: Zhang & Sennrich 2019, arXiv 1910.07467.
+x [T, H], y [T, H] of one type, weight [H]; everything in between is FP32 and y is rounded once. The decoder
+keeps norm weights in FP32, which saves converting them every time.
+Moves 2 * T * H values for about 4 * T * H FLOPs: memory-bound. Source: Zhang and Sennrich 2019,
+arXiv 1910.07467.
 
-Written as few torch operators because a decode step on a CPU runs it twice per layer on one row, where each
-operator costs about a microsecond; `torch.nn.functional.rms_norm` takes 10.3 us there in BF16, this 7.
+Written as cheap torch operators because a decode step on a CPU runs it twice per layer on few rows, where an
+operator costs about a microsecond: one BF16 row of 576 takes 7 us, `torch.nn.functional.rms_norm` 10.3.
 """
 
 from __future__ import annotations

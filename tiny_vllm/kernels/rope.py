@@ -3,9 +3,10 @@
 Each pair (x[i], x[i + R/2]) of the first R dimensions of a head is turned by the angle of its position:
     x[i] cos - x[i + R/2] sin,   x[i + R/2] cos + x[i] sin          (half-split pairs, i < R/2)
 
-qkv [T, (Hq + 2 Hkv) * D], columns q, k, v, heads in order. cos_sin [max_len, R] FP32, a row is cos then sin of
-one position. k_cache, v_cache [num_pages, Hkv, page_size, D]. FP32 arithmetic, results rounded once to qkv's
-type. Moves about 2 * T * (Hq + 2 Hkv) * D values: memory-bound. Source: Su et al. 2021, arXiv 2104.09864.
+qkv [T, (Hq + 2 Hkv) * D], columns q, k, v, heads in order. cos_sin [max_len, R] FP32, a row is cos then sin
+of one position. k_cache, v_cache [num_pages, Hkv, page_size, D]. FP32 arithmetic, results rounded once to
+qkv's type. Moves about 2 * T * (Hq + 2 Hkv) * D values: memory-bound. Source: Su et al. 2021,
+arXiv 2104.09864.
 
 Everything that depends only on the positions and cells is the same in every layer: `prepare_rope` computes it
 once per step.

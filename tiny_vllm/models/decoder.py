@@ -22,9 +22,9 @@ class DecoderLayer:
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights) -> None:
         self.eps = spec.rms_norm_eps
-        self.input_norm = weights.input_norm
+        self.input_norm = weights.input_norm.float()
         self.attention = Attention(spec, weights)
-        self.post_attention_norm = weights.post_attention_norm
+        self.post_attention_norm = weights.post_attention_norm.float()
         self.mlp = MLP(weights)
 
     def __call__(self, x: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Decoder:
         self.layers = []
         while weights.layers:
             self.layers.append(DecoderLayer(spec, weights.layers.pop(0)))
-        self.final_norm = weights.final_norm
+        self.final_norm = weights.final_norm.float()
         self.lm_head = Linear(weights.lm_head)
         self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(weights.embedding.device)
 
@@ -61,5 +61,5 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] as `forward` returned it -> FP32 [N, vocab]. The product itself is rounded to H's type."""
+        """hidden [N, H] of `forward` -> FP32 [N, vocab], rounded to the model's type before."""
         return self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()

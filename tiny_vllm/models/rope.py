@@ -17,10 +17,10 @@ from tiny_vllm.models.spec import RopeSpec
 def rope_table(rope: RopeSpec, *, max_len: int) -> Tensor:
     """cos_sin [max_len, rotary_dim] FP32: row p holds the cosines, then the sines, of position p's angles.
 
-    `dynamic` stretches the base with the length in use. The base here is that of max_len, the longest
-    sequence the engine accepts, for every request: an answer then depends neither on its own later length nor on
-    its neighbours, and cached keys stay valid. It equals the stretching of the length in use at max_len,
-    and no stretching when max_len is within the original length.
+    `dynamic` stretches the base with the length in use. Here it is always the base for max_len, the longest
+    sequence the engine accepts: a position is rotated the same whatever the request's length and neighbours,
+    and cached keys stay valid. The two agree for a sequence of max_len tokens, and for all of them when
+    max_len is within the original length.
     """
     frequencies, scale = _frequencies(rope, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
