@@ -162,7 +162,8 @@ def test_end_of_turn_tokens_end_a_generation(byte_level_vocabulary: GGUFVocabula
         ({"merges": ["never seen"]}, "damaged"),
         ({"bos_token_id": 10**6}, "bos token id is 1000000"),
         ({"token_types": [1]}, "token_type has 1 entries"),
-        ({"tokens": ["a", "a"], "token_types": None}, "'a' appears twice: as 0 and as 1"),
+        ({"tokens": ["a", "b", "a"], "token_types": None}, "'a' appears twice: as 0 and as 2"),
+        ({"tokens": [], "token_types": None}, "has only 0 tokens"),
         ({"model": "llama"}, "scores has 0 of"),
     ],
 )

@@ -92,6 +92,15 @@ def test_added_tokens_with_contradicting_ids_are_refused(
         load_tokenizer_directory(tmp_path)
 
 
+@pytest.mark.parametrize("entries", [{"x": {"content": "<tool>"}}, {"900": "<tool>"}])
+def test_malformed_added_tokens_are_refused(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer, entries: dict[str, Any]
+) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"added_tokens_decoder": entries})
+    with pytest.raises(ModelError, match="added_tokens_decoder"):
+        load_tokenizer_directory(tmp_path)
+
+
 def test_named_control_tokens_are_skipped_in_text(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
     write(tmp_path, byte_level_tokenizer, tokenizer_config={"additional_special_tokens": ["in"]})
     tokenizer = load_tokenizer_directory(tmp_path)

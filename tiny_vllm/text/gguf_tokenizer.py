@@ -16,6 +16,9 @@ from tiny_vllm.text.tokenizer import Tokenizer
 SPACE = "▁"
 """SentencePiece writes a space as U+2581."""
 
+DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
+"""What SentencePiece models mean when the file names no such token."""
+
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a reply. Many files name only the token that ends a document."""
 
@@ -57,7 +60,7 @@ def _sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     if vocabulary.scores is None or len(vocabulary.scores) != len(vocabulary.tokens):
         num_scores = 0 if vocabulary.scores is None else len(vocabulary.scores)
         raise ModelError(f"tokenizer.ggml.scores has {num_scores} of {len(vocabulary.tokens)} scores")
-    unk_id = 0 if vocabulary.unk_token_id is None else vocabulary.unk_token_id
+    unk_id = DEFAULT_UNK_ID if vocabulary.unk_token_id is None else vocabulary.unk_token_id
     model = _bpe(
         vocabulary,
         merges=_merges_from_scores(vocabulary),
@@ -73,9 +76,8 @@ def _sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     )
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps)
-    # The format's own defaults for SentencePiece models.
-    bos_id = 1 if vocabulary.bos_token_id is None else vocabulary.bos_token_id
-    eos_id = 2 if vocabulary.eos_token_id is None else vocabulary.eos_token_id
+    bos_id = DEFAULT_BOS_ID if vocabulary.bos_token_id is None else vocabulary.bos_token_id
+    eos_id = DEFAULT_EOS_ID if vocabulary.eos_token_id is None else vocabulary.eos_token_id
     return _finish(backend, vocabulary, bos_id, eos_id, adds_bos=True)
 
 
@@ -83,14 +85,14 @@ def _finish(
     backend: Backend, vocabulary: GGUFVocabulary, bos_id: int | None, eos_id: int | None, adds_bos: bool
 ) -> Tokenizer:
     """Add the special tokens, the rule for BOS and EOS, and the chat template."""
-    types = vocabulary.token_types or ()
-    for token_id, token_type in enumerate(types):
+    control, user_defined = [], []
+    for token, token_type in zip(vocabulary.tokens, vocabulary.token_types or (), strict=False):
         if token_type in (GGUFTokenType.CONTROL, GGUFTokenType.UNKNOWN):
-            backend.add_special_tokens(
-                [AddedToken(vocabulary.tokens[token_id], special=True, normalized=False)]
-            )
+            control.append(AddedToken(token, special=True, normalized=False))
         elif token_type == GGUFTokenType.USER_DEFINED:
-            backend.add_tokens([AddedToken(vocabulary.tokens[token_id], normalized=False)])
+            user_defined.append(AddedToken(token, normalized=False))
+    backend.add_special_tokens(control)
+    backend.add_tokens(user_defined)
     adds_bos = adds_bos if vocabulary.add_bos_token is None else vocabulary.add_bos_token
     _set_bos_and_eos(
         backend,
@@ -184,6 +186,8 @@ def _merges_from_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 def _check(vocabulary: GGUFVocabulary) -> None:
     num_tokens = len(vocabulary.tokens)
+    if num_tokens <= DEFAULT_EOS_ID:
+        raise ModelError(f"tokenizer.ggml.tokens has only {num_tokens} tokens")
     types = vocabulary.token_types
     if types is not None and len(types) != num_tokens:
         raise ModelError(f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens")

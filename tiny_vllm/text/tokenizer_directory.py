@@ -101,12 +101,18 @@ def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
 
 def _add_tokens(backend: Backend, entries: Mapping[str, Any]) -> None:
     """Add what tokenizer_config.json lists beyond tokenizer.json. Raises ModelError if ids disagree."""
+    for key, entry in entries.items():
+        if not key.isdecimal() or not isinstance(entry, Mapping):
+            raise ModelError(
+                f"added_tokens_decoder of tokenizer_config.json has the entry {key!r}: {entry!r:.80}"
+            )
+    added = backend.get_added_tokens_decoder()
     for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         content = _text_of(entry)
         if not content:
             continue
-        known = backend.get_added_tokens_decoder().get(int(key)) if backend.token_to_id(content) else None
-        if known is None or known.special != bool(entry.get("special")):
+        known = added.get(int(key))
+        if known is None or known.content != content or known.special != bool(entry.get("special")):
             flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
             token = AddedToken(content, **{flag: bool(entry[flag]) for flag in flags if flag in entry})
             if token.special:
