@@ -384,6 +384,17 @@ def test_prompt_logprobs_do_not_depend_on_how_the_prompt_is_cut(num_top: int) ->
         )
 
 
+def test_steps_inside_and_outside_inference_mode_can_be_mixed() -> None:
+    client = make_client(1, **ALONE["everything"], prompt=list(range(300)))
+    sampler = Sampler(2, VOCAB, "cpu")
+    with torch.inference_mode():
+        sampler.assign(0, client.slot_sampling())
+        run(sampler, {0: client}, 2)
+    sampler.assign(1, make_client(2, presence_penalty=1.0).slot_sampling())
+    run(sampler, {0: client}, 2)
+    assert client.output == client.expected(4)
+
+
 def test_nothing_to_sample_is_no_error() -> None:
     sampler = Sampler(2, VOCAB, "cpu")
     assert sampler.sample(torch.empty(0, VOCAB), []).token_ids == []

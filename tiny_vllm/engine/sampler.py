@@ -79,6 +79,7 @@ class Sampler:
         self._constraints: dict[int, TokenConstraints] = {}
         self._num_logprobs: dict[int, int] = {}
 
+    @torch.inference_mode()
     def assign(self, slot: int, sampling: SlotSampling) -> None:
         """Give a slot to a sequence. Ids in allowed_token_ids and logit_bias must be in the vocabulary."""
         self.release(slot)
@@ -114,6 +115,7 @@ class Sampler:
         self._constraints.pop(slot, None)
         self._num_logprobs.pop(slot, None)
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, slots: list[int]) -> SampledTokens:
         """Draw one token for each of N distinct slots and record it.
 
@@ -178,6 +180,7 @@ class Sampler:
         return found
 
 
+@torch.inference_mode()
 def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
     """Logprobs of prompt tokens.
 
