@@ -122,7 +122,9 @@ class LLM:
         """
         engine = self._live_engine()
         params = sampling_params if sampling_params is not None else SamplingParams(max_tokens=None)
-        build = self._builder.build_chat if _is_conversation(prompt) else self._build_prompt
+        build: Callable[..., PreparedRequest] = (
+            self._builder.build_chat if _is_conversation(prompt) else self._build_prompt
+        )
         prepared = build(
             prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=engine.clock()
         )
