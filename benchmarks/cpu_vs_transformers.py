@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_vs_transformers.py [--rounds 3] [--dtype bfloat16] [--json FILE]
 
-Needs transformers. Each round runs both engines one after the other, so that a slow moment of the machine hits
-both; the report takes the median round. Workloads: decode of one stream and of 16 (prompt 32, 64 new tokens),
-prefill of 512 tokens. Rates of decode count new tokens over the whole call, prompt included, for both engines.
+Needs transformers. Each round runs both engines one after the other, so that a slow moment of the machine
+hits both; the report takes the median round. Workloads: decode of one stream and of 16 (prompt 32, 64 new
+tokens), prefill of 512 tokens. Rates of decode count new tokens over the whole call, prompt included, for
+both engines.
 """
 
 from __future__ import annotations

@@ -449,7 +449,8 @@ def test_pool_formula(directory: Path) -> None:
 
 
 def test_dynamic_rope_is_not_stretched_unless_a_longer_context_is_asked_for(tmp_path: Path) -> None:
-    """Stretching depends on the longest context; transformers' answers to short prompts need it unstretched."""
+    """Stretching depends on the longest context; transformers' answers to short prompts need it
+    unstretched."""
     model = make_tiny_llama(
         max_position_embeddings=64,
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},

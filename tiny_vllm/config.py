@@ -215,8 +215,8 @@ def _choose_batch_limits(
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is not None and tokens is not None and tokens < seqs:
         raise ConfigError(
-            f"max_num_batched_tokens is {tokens}, less than max_num_seqs ({seqs}), so a step could not advance "
-            "every running sequence",
+            f"max_num_batched_tokens is {tokens}, less than max_num_seqs ({seqs}), so a step could not "
+            "advance every running sequence",
             hint="raise max_num_batched_tokens or lower max_num_seqs",
         )
     default_seqs, default_tokens = (256, 8192) if on_gpu else (16, 512)
@@ -244,7 +244,8 @@ def _size_pool(
         budget = DEFAULT_CPU_KV_BYTES if free_bytes is None else free_bytes
     if config.num_pages is None and budget < per_page:
         raise ConfigError(
-            f"no room for the KV cache: {budget / GIB:.3f} GiB available, one page needs {per_page / GIB:.3f} GiB",
+            f"no room for the KV cache: {budget / GIB:.3f} GiB available, "
+            f"one page needs {per_page / GIB:.3f} GiB",
             hint="raise gpu_memory_utilization or kv_cache_memory_bytes, or lower page_size",
         )
     pages = min(budget // per_page, useful)

@@ -1,5 +1,5 @@
-"""Random work on a tiny pool: after every step the page invariant holds, and every completed choice equals its
-solo, unpressured output."""
+"""Random work on a tiny pool: after every step the page invariant holds, and every completed choice equals
+its solo, unpressured output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = prefix[:prefix_len] + tail
         self.count += 1
         fits = (
-            0 < len(prompt)
+            len(prompt) > 0
             and len(prompt) <= self.fake.engine.scheduler.pool.num_pages * self.fake.engine.config.page_size
         )
         try:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.engines import FakeEngine
 
+from tests.helpers.engines import FakeEngine
 from tiny_vllm.types import FinishReason
 
 
@@ -225,7 +225,7 @@ def test_abort_at_any_moment_gives_one_terminal_event_and_returns_the_pages(num_
 
 
 def test_a_short_choice_does_not_cut_the_others() -> None:
-    fake = FakeEngine(eos_token_ids=tuple(range(0, 8)))
+    fake = FakeEngine(eos_token_ids=tuple(range(8)))
     fake.add("a", prompt(10), n=6, max_tokens=30)
     fake.run()
     lengths = set()

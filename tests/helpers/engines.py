@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.helpers.fake_model import FakeExecutor, expected_tokens
-
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.seeds import mix

@@ -1,8 +1,9 @@
 """A stand-in for the device half: no tensors, but the same contract, and it notices every misplaced page.
 
-The "K/V" of a token is a fingerprint of all tokens up to it. The fake writes it to the cell the plan implies and,
-before each token, reads back the whole context through the slot's page table and compares. The next token is a
-pure function of the context and the seed, so what a request must produce is known without running anything.
+The "K/V" of a token is a fingerprint of all tokens up to it. The fake writes it to the cell the plan implies
+and, before each token, reads back the whole context through the slot's page table and compares. The next
+token is a pure function of the context and the seed, so what a request must produce is known without running
+anything.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from tiny_vllm.models.batch import ForwardBatch
 
 
 def build_batch(plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatch:
-    """One row per token: first the decodes in the plan's order, then the chunks, each in order of position."""
+    """One row per token: first the decodes in the plan's order, then the chunks, each in order of
+    position."""
     device = table.page_table.device
     decode_slots = torch.tensor(plan.decode_slots, dtype=torch.int64, device=device)
     decode_table = _rows(table, plan.decode_slots, decode_slots)

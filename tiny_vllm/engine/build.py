@@ -85,11 +85,13 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
 
 
 def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, weight_bytes: int) -> int:
-    """GPU memory left for pages: the share we may use, less what is taken, the weights and a step's buffers."""
+    """GPU memory left for pages: the share we may use, less what is taken, the weights and a step's
+    buffers."""
     free, total = torch.cuda.mem_get_info()
     tokens = config.max_num_batched_tokens or 8192
     rows = max(config.max_num_seqs or 256, PROMPT_LOGPROBS_ROWS)
-    # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three copies.
+    # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three
+    # copies.
     activations = (
         tokens * (4 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size) * value_bytes
     )
@@ -97,9 +99,9 @@ def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, wei
     left = int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - activations
     if left <= 0 and config.kv_cache_memory_bytes is None and config.num_pages is None:
         raise ConfigError(
-            f"no GPU memory is left for the KV cache: gpu_memory_utilization {config.gpu_memory_utilization} of "
-            f"{total / GIB:.1f} GiB, {(total - free) / GIB:.1f} GiB taken by others, weights "
-            f"{weight_bytes / GIB:.1f} GiB, activations {activations / GIB:.1f} GiB",
+            f"no GPU memory is left for the KV cache: gpu_memory_utilization "
+            f"{config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {(total - free) / GIB:.1f} GiB taken by "
+            f"others, weights {weight_bytes / GIB:.1f} GiB, activations {activations / GIB:.1f} GiB",
             hint="raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory",
         )
     return max(left, 0)

@@ -42,7 +42,8 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot table."""
+        """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot
+        table."""
         self._edit(plan)
         batch = build_batch(plan, self._table, self._page_size)
         hidden = self._decoder.forward(batch, self._kv_cache)

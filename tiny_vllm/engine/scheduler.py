@@ -1,12 +1,12 @@
 """Decides what every step computes: admission, page growth, preemption, chunking; and records what came back.
 
-`schedule` turns the state into a `StepPlan`; `commit` applies its result and says what each sequence got. Both
-are plain Python on plain data, without torch.
+`schedule` turns the state into a `StepPlan`; `commit` applies its result and says what each sequence got.
+Both are plain Python on plain data, without torch.
 
 Rules, in the order they are applied in a step:
-1. Every decoding sequence gets the page for its next token. If the pool is empty, the sequence that would come
-   last in the queue is preempted: it gives up slot and pages and waits again. A sequence that is alone and
-   still finds no page has outgrown the pool and ends with reason `length`.
+1. Every decoding sequence gets the page for its next token. If the pool is empty, the sequence that would
+   come last in the queue is preempted: it gives up slot and pages and waits again. A sequence that is alone
+   and still finds no page has outgrown the pool and ends with reason `length`.
 2. Waiting sequences are admitted in queue order while there is a slot, pages for all known tokens, and token
    budget. A more urgent sequence that finds no room preempts less urgent ones. A sequence whose next prefix
    page is being computed by another one at this moment is passed over until it can share that page.
@@ -130,8 +130,8 @@ class Scheduler:
         self._finish(sequence, reason)
 
     def roll_back(self, plan: StepPlan) -> None:
-        """Take back a plan that was not (or only partly) executed: every running sequence starts over from its
-        known tokens. Whatever the plan would have released is released by the next one."""
+        """Take back a plan that was not (or only partly) executed: every running sequence starts over from
+        its known tokens. Whatever the plan would have released is released by the next one."""
         self._released_slots.extend(plan.released_slots)
         for sequence in self.running():
             self._preempt(sequence)
@@ -194,7 +194,8 @@ class Scheduler:
         }
 
     def _can_share(self, sequence: Sequence, page_index: int) -> bool:
-        """Whether the sequence could use page `page_index` from the cache: its last token is always computed."""
+        """Whether the sequence could use page `page_index` from the cache: its last token is always
+        computed."""
         return not sequence.wants_prompt_logprobs and page_index < (sequence.known_len - 1) // self.page_size
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -336,7 +337,8 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; its known tokens are recomputed later, its published pages may still be found."""
+        """Back to the queue; its known tokens are recomputed later, its published pages may still be
+        found."""
         self._release(sequence)
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs.clear()

@@ -1,8 +1,8 @@
 """One generation in progress.
 
 A sequence has a known length (prompt plus generated tokens) and a computed length (leading tokens whose keys
-and values exist). A step lets the computed length catch up by a chunk. Prefill, chunked prefill, decode, prefix
-hits and recomputation after preemption are all this one rule; the four states are derived from it.
+and values exist). A step lets the computed length catch up by a chunk. Prefill, chunked prefill, decode,
+prefix hits and recomputation after preemption are all this one rule; the four states are derived from it.
 """
 
 from __future__ import annotations

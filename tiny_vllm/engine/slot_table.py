@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tiny_vllm.engine.page_pool import NULL_PAGE
 from tiny_vllm.engine.plan import Admission, PageEdit
