@@ -99,9 +99,10 @@ def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, wei
     left = int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - activations
     if left <= 0 and config.kv_cache_memory_bytes is None and config.num_pages is None:
         raise ConfigError(
-            f"no GPU memory is left for the KV cache: gpu_memory_utilization "
-            f"{config.gpu_memory_utilization} of {total / GIB:.1f} GiB, {(total - free) / GIB:.1f} GiB taken by "
-            f"others, weights {weight_bytes / GIB:.1f} GiB, activations {activations / GIB:.1f} GiB",
+            f"no GPU memory is left for the KV cache: gpu_memory_utilization is "
+            f"{config.gpu_memory_utilization} of {total / GIB:.1f} GiB; others take "
+            f"{(total - free) / GIB:.1f} GiB, weights {weight_bytes / GIB:.1f} GiB, activations "
+            f"{activations / GIB:.1f} GiB",
             hint="raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory",
         )
     return max(left, 0)
