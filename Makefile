@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST_WORKERS ?= 2
-GPU_TESTS = $(shell grep -rlE 'mark\.(gpu|multi_gpu)\b' tests --include='test_*.py')
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu\b' tests --include='test_*.py')
+# More options for the benchmarks: make BENCH_OPTIONS='--model some/directory' bench
+BENCH_OPTIONS ?=
 
 .PHONY: setup demo test test-slow check format bench clean gpu-test gpu-bench
 
@@ -44,8 +46,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m tiny_vllm bench latency
-	$(BIN)/python -m tiny_vllm bench throughput
+	$(BIN)/python -m tiny_vllm bench latency $(BENCH_OPTIONS)
+	$(BIN)/python -m tiny_vllm bench throughput $(BENCH_OPTIONS)
 
 # GPU machines bring their own torch: these two install nothing and need no network. Only the files with GPU
 # tests are collected, because the others may need packages that such a machine does not have.
@@ -57,8 +59,8 @@ else
 endif
 
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench latency --device cuda
-	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench throughput --device cuda
+	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench latency --device cuda $(BENCH_OPTIONS)
+	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench throughput --device cuda $(BENCH_OPTIONS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
