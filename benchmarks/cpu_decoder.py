@@ -1,7 +1,7 @@
 """How long does the decoder alone take on a CPU, and how much of the memory's speed does it reach?
 
 Random weights in SmolLM2-135M's shape, BF16: decode steps of 1, 4 and 16 sequences at contexts of 128 and 512
-tokens, and a prompt of 512 tokens. A step is forward plus logits. Bytes of a step: the weights once, and K and V
+tokens, and a prompt of 512 tokens. A step is forward plus logits. Its bytes: the weights once, and K and V
 of every context token. The limit is the best of several sums over a buffer larger than the caches.
 
     python benchmarks/cpu_decoder.py [--threads N] [--dtype bfloat16|float32] [--repeats N] [--json FILE]

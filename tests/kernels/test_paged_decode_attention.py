@@ -1,0 +1,80 @@
+"""Decode attention, reference and CPU path, against FP64 softmax per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.paged_decode_attention import (
+    paged_decode_attention,
+    paged_decode_attention_ref,
+    prepare_decode_attention,
+)
+
+# Of the largest value. FP32: scores of size 10 from 128 products. Others: weights rounded once (as in flash
+# attention) and the result once.
+TOLERANCES = {torch.float32: 10 * 128 * 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+# context_lens, num_heads, num_kv_heads, head_dim, page_size
+CASES = {
+    "typical": ([17, 100, 64, 1], 9, 3, 64, 16),
+    "equal_lengths": ([33, 33, 33], 4, 2, 32, 16),
+    "irregular": ([5, 19], 6, 1, 20, 4),
+    "one_token": ([1], 4, 4, 16, 16),
+    "tokens_as_pages": ([3, 9, 1], 4, 2, 16, 1),
+    "beyond_one_tile": ([700, 1, 257, 256], 4, 2, 64, 32),
+    "products": ([300, 290, 1, 128, 300, 17, 64, 299], 8, 4, 64, 16),
+    "largest": ([512] * 16, 8, 2, 128, 64),
+}
+
+
+def make_case(
+    case: str, dtype: torch.dtype, poison: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k_cache, v_cache, page_table, context_lens, and the FP64 answer. All other cells hold the poison."""
+    lens, num_heads, num_kv_heads, head_dim, page_size = CASES[case]
+    width = -(-max(lens) // page_size) + 1
+    num_pages = len(lens) * width + 1
+    free_pages = (torch.randperm(num_pages - 1) + 1).tolist()
+    k_cache, v_cache = torch.full((2, num_pages, num_kv_heads, page_size, head_dim), poison, dtype=dtype)
+    page_table = torch.zeros(len(lens), width, dtype=torch.int64)
+    q = (2 * torch.randn(len(lens), num_heads, head_dim)).to(dtype)
+    outputs = []
+    for index, length in enumerate(lens):
+        keys, values = torch.randn(2, length, num_kv_heads, head_dim).to(dtype)
+        for start in range(0, length, page_size):
+            page = free_pages.pop()
+            page_table[index, start // page_size] = page
+            end = min(start + page_size, length)
+            k_cache[page, :, : end - start] = keys[start:end].transpose(0, 1)
+            v_cache[page, :, : end - start] = values[start:end].transpose(0, 1)
+        group = num_heads // num_kv_heads
+        keys, values = keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
+        scores = torch.einsum("hd,lhd->hl", q[index].double(), keys) * head_dim**-0.5
+        outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+    return q, k_cache, v_cache, page_table, torch.tensor(lens), torch.stack(outputs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("poison", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_softmax_over_the_own_context_only(case: str, poison: float, dtype: torch.dtype) -> None:
+    q, k_cache, v_cache, page_table, context_lens, expected = make_case(case, dtype, poison)
+    scale = q.shape[-1] ** -0.5
+    context = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], dtype)
+    for actual in (
+        paged_decode_attention_ref(q, k_cache, v_cache, page_table, context_lens, scale),
+        paged_decode_attention(q, k_cache, v_cache, context, scale),
+    ):
+        assert actual.dtype == dtype
+        atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+def test_scores_beyond_the_range_of_exp_stay_finite() -> None:
+    q, k_cache, v_cache, page_table, context_lens, _ = make_case("typical", torch.float32, 0.0)
+    context = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], q.dtype)
+    huge = q * 1e4
+    reference = paged_decode_attention_ref(huge, k_cache, v_cache, page_table, context_lens, 1.0)
+    assert reference.isfinite().all()
+    torch.testing.assert_close(paged_decode_attention(huge, k_cache, v_cache, context, 1.0), reference)
