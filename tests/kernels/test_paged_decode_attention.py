@@ -24,6 +24,7 @@ CASES = {
     "tokens_as_pages": ([3, 9, 1], 4, 2, 16, 1),
     "beyond_one_tile": ([700, 1, 257, 256], 4, 2, 64, 32),
     "products": ([300, 290, 1, 128, 300, 17, 64, 299], 8, 4, 64, 16),
+    "lengths_far_apart": ([3, 2100, 520, 1, 2099, 600, 511], 4, 2, 16, 16),
     "largest": ([512] * 16, 8, 2, 128, 64),
 }
 
@@ -61,10 +62,10 @@ def make_case(
 def test_equals_softmax_over_the_own_context_only(case: str, poison: float, dtype: torch.dtype) -> None:
     q, k_cache, v_cache, page_table, context_lens, expected = make_case(case, dtype, poison)
     scale = q.shape[-1] ** -0.5
-    context = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], dtype)
+    contexts = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], dtype)
     for actual in (
         paged_decode_attention_ref(q, k_cache, v_cache, page_table, context_lens, scale),
-        paged_decode_attention(q, k_cache, v_cache, context, scale),
+        paged_decode_attention(q, k_cache, v_cache, contexts, scale),
     ):
         assert actual.dtype == dtype
         atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
@@ -73,8 +74,15 @@ def test_equals_softmax_over_the_own_context_only(case: str, poison: float, dtyp
 
 def test_scores_beyond_the_range_of_exp_stay_finite() -> None:
     q, k_cache, v_cache, page_table, context_lens, _ = make_case("typical", torch.float32, 0.0)
-    context = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], q.dtype)
+    contexts = prepare_decode_attention(page_table, context_lens, *k_cache.shape[1:3], q.dtype)
     huge = q * 1e4
     reference = paged_decode_attention_ref(huge, k_cache, v_cache, page_table, context_lens, 1.0)
     assert reference.isfinite().all()
-    torch.testing.assert_close(paged_decode_attention(huge, k_cache, v_cache, context, 1.0), reference)
+    torch.testing.assert_close(paged_decode_attention(huge, k_cache, v_cache, contexts, 1.0), reference)
+
+
+def test_one_long_context_does_not_pad_the_short_ones() -> None:
+    context_lens = torch.tensor([100, 8000, 120, 90])
+    page_table = torch.ones(4, 500, dtype=torch.int64)
+    contexts = prepare_decode_attention(page_table, context_lens, 1, 16, torch.float32)
+    assert sum(context.rows.numel() for context in contexts) == 3 * 8 + 500

@@ -31,7 +31,7 @@ class AttentionStep:
 
     rope: RopeStep
     num_decodes: int
-    decode: DecodeContext | None
+    decode: list[DecodeContext]
     prefill: list[PrefillContext]
 
 
@@ -40,11 +40,9 @@ def prepare_attention(
 ) -> AttentionStep:
     """cos_sin: see `rope_table`."""
     num_kv_heads, page_size = spec.num_kv_heads, kv_cache.page_size
-    decode = None
-    if batch.num_decodes:
-        decode = prepare_decode_attention(
-            batch.decode_page_table, batch.decode_context_lens, num_kv_heads, page_size, kv_cache.k.dtype
-        )
+    decode = prepare_decode_attention(
+        batch.decode_page_table, batch.decode_context_lens, num_kv_heads, page_size, kv_cache.k.dtype
+    )
     prefill = prepare_prefill_attention(
         batch.prefill_page_table,
         batch.prefill_query_starts,
@@ -73,7 +71,7 @@ class Attention:
         return self.output.add(attended.flatten(1), residual)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        if step.decode is None:
+        if not step.decode:
             return prefill_attention(q, k_cache, v_cache, step.prefill, self.scale)
         decoded = paged_decode_attention(q[: step.num_decodes], k_cache, v_cache, step.decode, self.scale)
         if not step.prefill:
