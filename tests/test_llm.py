@@ -330,6 +330,21 @@ def test_streams_run_together_and_equal_generate(model: Any, llm: LLM) -> None:
     assert_pool_is_whole(llm)
 
 
+def test_updates_of_several_choices_that_are_read_late_lose_nothing(llm: LLM) -> None:
+    """The choices end at different steps, all of them before the stream is read."""
+    (whole,) = llm.generate([5, 6, 7, 8], greedy(30, ignore_eos=True))
+    stops = [whole.outputs[0].text[12:14]]
+    params = SamplingParams(n=3, seed=3, max_tokens=30, ignore_eos=True, stop=stops, logit_bias={9: 2.0})
+    stream = llm.stream([5, 6, 7, 8], params)
+    llm.generate([[9, 9]], greedy(60, ignore_eos=True))
+    texts = ["", "", ""]
+    for update in stream:
+        for delta in update.deltas:
+            texts[delta.index] += delta.text
+    assert update.finished
+    assert texts == [choice.text for choice in update.output.outputs]
+
+
 def test_leaving_a_stream_aborts_its_request_and_keeps_its_prefix(llm: LLM) -> None:
     prompt = random_prompt(random.Random(77), 50)
     stream = llm.stream(prompt, greedy(100, ignore_eos=True))

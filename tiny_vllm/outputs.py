@@ -109,17 +109,14 @@ class ChoiceDelta:
 class RequestUpdate:
     """News of one request.
 
-    output: everything so far; the same object each time, still growing until `output.finished`.
-    deltas: what is new, one entry per choice that moved.
+    output: everything so far; the same object each time, still growing until `output.finished`. It may be
+        ahead of an update that is read late. deltas: what is new, one entry per choice that moved.
+    finished: whether this is the request's last update.
     """
 
     output: RequestOutput
     deltas: list[ChoiceDelta] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """Whether this is the request's last update."""
-        return any(delta.finish_reason for delta in self.deltas) and self.output.finished
+    finished: bool = False
 
     @property
     def text(self) -> str:

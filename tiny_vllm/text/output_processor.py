@@ -85,6 +85,7 @@ class OutputProcessor:
                 running.num_unfinished -= 1
                 if running.num_unfinished == 0:
                     running.output.metrics.finished_time = now
+                    update.finished = True
                     del self._requests[event.request_id]
         return progress
 
