@@ -1,13 +1,13 @@
-"""Linear layer: y = x W^T + b, with the element-wise work that follows it fused into the product.
+"""Linear layer: y = x W^T + b, with the residual that follows it fused into the product.
 
 x [T, in], W [out, in], b [out], y [T, out]; all of one type, FP32 accumulation, one rounding at the end.
 Moves 2 * out * in bytes in BF16 for 2 * T * out * in FLOPs: memory-bound below some hundred rows, so a decode
 step costs what reading the weights costs.
 
 On the CPU the matrix is copied into oneDNN's blocked layout when the layer is built. Products then read it in
-the order of their register tiles (BF16, one row, 3072 x 576, two cores: 83 us, plain 165), and oneDNN's
-post-ops apply the residual, SiLU and factors to the FP32 accumulators. Where oneDNN cannot (other devices,
-FP16, builds without it) the same functions are plain torch.
+the order of their register tiles (BF16, one row, 3072 x 576, two cores: 83 us, plain 165), and a post-op adds
+the residual to the FP32 accumulators. A call costs some 10 us besides, so few large matrices beat many small
+ones. Where oneDNN cannot (other devices, FP16, builds without it) the layer is plain torch.
 """
 
 from __future__ import annotations
@@ -43,20 +43,8 @@ class Linear:
             return _pointwise_binary(x, residual, self.weight, self.bias, "add")
         return F.linear(x, self.weight, self.bias) + residual
 
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(x W^T + b); x [T, in] -> [T, out]."""
-        if self.is_packed:
-            return _pointwise(x, self.weight, self.bias, "swish", [], "")
-        return F.silu(F.linear(x, self.weight, self.bias))
 
-    def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """factor * (x W^T + b); x [T, in], factor [T, out] -> [T, out]."""
-        if self.is_packed:
-            return _pointwise_binary(x, factor, self.weight, self.bias, "mul")
-        return F.linear(x, self.weight, self.bias) * factor
-
-
-def can_pack(weight: Tensor) -> bool:
+def _can_pack(weight: Tensor) -> bool:
     """Whether oneDNN's packed products can be used for this matrix."""
     if weight.device.type != "cpu" or _reorder is None:
         return False
@@ -66,7 +54,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    if not can_pack(weight):
+    if not _can_pack(weight):
         return None
     try:
         packed: Tensor = _reorder(weight.detach(), None)
