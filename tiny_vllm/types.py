@@ -37,10 +37,12 @@ class SamplingParams:
     max_tokens: most tokens to generate; None means up to the context limit; 0 only evaluates the prompt.
     min_tokens: EOS, stop tokens and stop strings have no effect before this many tokens.
     temperature: 0 (or anything under 1e-5) is greedy.
-    top_p, top_k, min_p: keep the smallest set of tokens with this probability mass, the k most likely
-        (0 or -1: all), those with at least min_p times the highest probability. Applied after temperature,
-        in the order top_k, top_p, min_p; the most likely token always stays.
-    presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for generated tokens.
+    top_p: keep the smallest set of tokens with this probability mass; 1 keeps all. The filters apply after
+        temperature, in the order top_k, top_p, min_p; the most likely token always stays.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: keep tokens with at least min_p times the highest probability; 0 keeps all.
+    presence_penalty: subtracted from the logit of every token generated so far.
+    frequency_penalty: subtracted once per occurrence among the generated tokens.
     repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
     seed: same seed, same tokens, whatever else runs. None draws a fresh one.
     stop: string or strings that end the text. stop_token_ids: tokens that end it.
