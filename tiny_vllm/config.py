@@ -67,6 +67,9 @@ class EngineConfig:
     max_logprobs: int = _option(20, "most logprobs per token a request may ask for; -1: no limit", low=-1)
     max_n: int = _option(128, "most choices a request may ask for", low=1)
     enforce_eager: bool = _option(False, "do not capture CUDA graphs")
+    fused_cpu_decode: bool | None = _option(
+        None, "compute small decode steps on a CPU in one compiled function, holding the weights twice"
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -124,6 +127,7 @@ OPTION_KINDS: Mapping[str, OptionKind] = {
     "int | None": OptionKind(int, optional=True),
     "float": OptionKind(float),
     "bool": OptionKind(bool),
+    "bool | None": OptionKind(bool, optional=True),
     "Device": OptionKind(str, choices=get_args(Device)),
     "DType": OptionKind(str, choices=get_args(DType)),
     "LoadFormat": OptionKind(str, choices=get_args(LoadFormat)),
@@ -171,6 +175,42 @@ def choose_dtype(dtype: DType, checkpoint_dtype: str) -> Choice:
     if dtype != "auto":
         return Choice("dtype", dtype, "as asked")
     return Choice("dtype", checkpoint_dtype, "the checkpoint's own type")
+
+
+def choose_fused_cpu_decode(
+    asked: bool | None,
+    *,
+    device: str,
+    dtype: str,
+    has_numba: bool,
+    layer_weight_bytes: int,
+    available_bytes: int,
+) -> Choice:
+    """Whether to keep the layers' weights twice for the fused decode step.
+
+    available_bytes: of main memory. Raises ConfigError when it is demanded and cannot be had.
+    """
+    name = "fused_cpu_decode"
+    if asked is False:
+        return Choice(name, False, "as asked")
+    obstacle: str | None = None
+    hint: str | None = None
+    if device != "cpu":
+        obstacle, hint = f"the device is {device}", "use device='cpu'"
+    elif dtype not in ("bfloat16", "float32"):
+        obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or 'float32'"
+    elif not has_numba:
+        obstacle, hint = "numba is not installed", "pip install 'tiny-vllm[cpu]'"
+    if obstacle is not None:
+        if asked:
+            raise ConfigError(f"fused_cpu_decode is True, but {obstacle}", hint=hint)
+        return Choice(name, False, obstacle)
+    if asked:
+        return Choice(name, True, "as asked")
+    fits = layer_weight_bytes <= available_bytes // 4
+    sizes = f"{layer_weight_bytes / GIB:.2f} GiB of weights held twice"
+    limit = f"a quarter of the {available_bytes / GIB:.2f} GiB available"
+    return Choice(name, fits, f"{sizes}, {'within' if fits else 'more than'} {limit}")
 
 
 def resolve(

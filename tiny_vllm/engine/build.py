@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tiny_vllm.config import DTYPE_BYTES, GIB, Choice, EngineConfig, ModelFacts, choose_device, resolve
+from tiny_vllm.config import (
+    DTYPE_BYTES,
+    GIB,
+    Choice,
+    EngineConfig,
+    ModelFacts,
+    choose_device,
+    choose_fused_cpu_decode,
+    resolve,
+)
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.errors import ConfigError
+from tiny_vllm.kernels.cpu_decode import has_numba
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
@@ -53,7 +63,16 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
     resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
     choices = tuple(device if choice.name == "device" else choice for choice in choices)
-    return EnginePlan(checkpoint, resolved, choices, weight_bytes)
+    fused = choose_fused_cpu_decode(
+        config.fused_cpu_decode,
+        device=str(device.value),
+        dtype=dtype,
+        has_numba=has_numba(),
+        layer_weight_bytes=spec.num_layer_parameters * DTYPE_BYTES[dtype],
+        available_bytes=_available_bytes(),
+    )
+    resolved = replace(resolved, fused_cpu_decode=bool(fused.value))
+    return EnginePlan(checkpoint, resolved, (*choices, fused), weight_bytes)
 
 
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -67,7 +86,12 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     spec = checkpoint.spec
     weights = load_weights(checkpoint, dtype=dtype, device=device, seed=config.seed, progress=progress)
     runner = Runner(
-        Decoder(spec, weights, max_model_len=config.max_model_len),
+        Decoder(
+            spec,
+            weights,
+            max_model_len=config.max_model_len,
+            fused_cpu_decode=bool(config.fused_cpu_decode),
+        ),
         KVCache.allocate(
             spec,
             num_pages=config.num_pages + 1,  # the null page comes on top
@@ -82,6 +106,16 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         device=device,
     )
     return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
+
+
+def _available_bytes() -> int:
+    """Main memory that can be had without swapping; 0 where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = dict(line.split(":") for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 0
 
 
 def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, weight_bytes: int) -> int:

@@ -10,6 +10,7 @@ from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.models.attention import Attention, AttentionStep, prepare_attention
 from tiny_vllm.models.batch import ForwardBatch
+from tiny_vllm.models.fused_decode import FusedDecode
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.mlp import MLP
 from tiny_vllm.models.rope import rope_table
@@ -37,22 +38,29 @@ class Decoder:
 
     Takes the weights over: matrices may be stored in another layout here, so `weights.layers` is emptied
     layer by layer and at most one layer is held twice. max_model_len: most tokens of a sequence.
+    fused_cpu_decode: compute batches of few decodes in one fused step, which keeps a second copy of the
+    layers' weights (see kernels/cpu_decode).
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, max_model_len: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, *, max_model_len: int, fused_cpu_decode: bool = False
+    ) -> None:
         assert len(weights.layers) == spec.num_layers, "these weights were given to a decoder before"
         self.spec = spec
         self.embedding = weights.embedding
+        self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(weights.embedding.device)
+        self.fused_decode = FusedDecode(spec, weights, self.cos_sin) if fused_cpu_decode else None
         self.layers = []
         while weights.layers:
             self.layers.append(DecoderLayer(spec, weights.layers.pop(0)))
         self.final_norm = weights.final_norm.float()
         self.lm_head = Linear(weights.lm_head)
-        self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(weights.embedding.device)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Write the batch's keys and values to the cache; return [T, hidden], before the final norm."""
+        if self.fused_decode is not None and self.fused_decode.accepts(batch):
+            return self.fused_decode(batch, kv_cache)
         step = prepare_attention(batch, kv_cache, self.cos_sin, self.spec)
         hidden = embedding(self.embedding, batch.token_ids)
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):

@@ -87,9 +87,14 @@ class ModelSpec:
         return 2 * self.kv_size * self.num_layers
 
     @property
-    def num_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
+        """Of all layers together: everything but the embeddings and the final norm."""
         layer = self.hidden_size * (self.qkv_size + self.q_size + 3 * self.intermediate_size + 2)
         layer += self.qkv_bias * self.qkv_size + self.output_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return self.num_layers * layer
+
+    @property
+    def num_parameters(self) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        return embeddings + self.num_layer_parameters + self.hidden_size
