@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.tiny_models import make_tiny_llama
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
@@ -15,30 +16,8 @@ from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
 
 def make_llama(seed: int = 0, **overrides: Any) -> Any:
-    """A tiny random LlamaForCausalLM in FP32. Biases and norms are random too: zeros would hide mistakes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    options: dict[str, Any] = dict(
-        vocab_size=211,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**options, **overrides})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    return model
+    """A tiny random LlamaForCausalLM in FP32."""
+    return make_tiny_llama(seed, **{"vocab_size": 211, "max_position_embeddings": 128, **overrides})
 
 
 def spec_of(config: Any) -> ModelSpec:
@@ -107,13 +86,6 @@ def _cat_biases(projections: Any) -> Tensor | None:
     if projections[0].bias is None:
         return None
     return torch.cat([_copy(projection.bias) for projection in projections])
-
-
-@torch.inference_mode()
-def llama_logits(model: Any, token_ids: list[int]) -> Tensor:
-    """transformers' logits of every position: FP32 [len, vocab]."""
-    logits: Tensor = model(torch.tensor([token_ids])).logits[0].float()
-    return logits
 
 
 class PagedSequence:

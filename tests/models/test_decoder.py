@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.reference import PagedDecoder, llama_logits, make_llama, spec_of, weights_of
+from tests.helpers.oracle import all_logits
+from tests.models.reference import PagedDecoder, make_llama, spec_of, weights_of
 
 VARIANTS = {
     "gqa": {},
@@ -37,7 +38,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def greedy(model: object, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        logits = llama_logits(model, token_ids)
+        logits = all_logits(model, token_ids)
         token_ids.append(int(logits[-1].argmax()))
     return token_ids[len(prompt) :], logits
 
@@ -106,7 +107,7 @@ def test_dynamic_rope_equals_transformers_at_the_length_it_is_built_for(
 ) -> None:
     model = make_llama(rope_parameters=DYNAMIC, max_position_embeddings=32)
     prompt = random_tokens(prompt_len)
-    expected = llama_logits(model, prompt)
+    expected = all_logits(model, prompt)
     paged = PagedDecoder(spec_of(model.config), weights_of(model), page_size=16, max_model_len=max_model_len)
     _, logits = paged.generate(prompt, 1)
     assert_close(logits, expected)
@@ -132,7 +133,7 @@ def test_chunks_and_page_sizes_do_not_change_logits(page_size: int, chunk_len: i
     while sequence.computed_len < len(tokens):
         length = min(chunk_len, len(tokens) - sequence.computed_len)
         logits += paged.step([], [(sequence, length)])
-    assert_close(torch.cat(logits), llama_logits(model, tokens))
+    assert_close(torch.cat(logits), all_logits(model, tokens))
 
 
 def test_prefix_hit_reads_the_other_sequences_pages() -> None:
@@ -144,7 +145,7 @@ def test_prefix_hit_reads_the_other_sequences_pages() -> None:
     tokens = prefix + random_tokens(7, seed=3)
     second = paged.add(tokens, max_len=24, shared_pages=first.pages[:2])
     (logits,) = paged.step([], [(second, 7)])
-    assert_close(logits, llama_logits(model, tokens)[16:])
+    assert_close(logits, all_logits(model, tokens)[16:])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
@@ -160,7 +161,7 @@ def test_ragged_decodes_beside_prefill_chunks_over_poisoned_pages(poison: float)
     results = paged.step(decodes, [(sequences[0], 1), (sequences[4], 28), (prefills[1], 2), (prefills[2], 1)])
     order = [*decodes, sequences[0], sequences[4], prefills[1], prefills[2]]
     for sequence, logits in zip(order, results, strict=True):
-        assert_close(logits, llama_logits(model, sequence.token_ids)[-len(logits) :])
+        assert_close(logits, all_logits(model, sequence.token_ids)[-len(logits) :])
 
 
 def test_logits_of_a_sequence_hardly_depend_on_its_neighbours() -> None:
@@ -182,8 +183,8 @@ def test_logits_of_a_sequence_hardly_depend_on_its_neighbours() -> None:
 def test_bfloat16_follows_float32_within_its_rounding() -> None:
     model = make_llama(initializer_range=0.1).to(torch.bfloat16)
     tokens = random_tokens(60)
-    exact = llama_logits(model.float(), tokens)
-    theirs = llama_logits(model.to(torch.bfloat16), tokens)
+    exact = all_logits(model.float(), tokens)
+    theirs = all_logits(model.to(torch.bfloat16), tokens)
     paged = PagedDecoder(
         spec_of(model.config), weights_of(model), page_size=16, dtype=torch.bfloat16, poison=float("nan")
     )
