@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FusedDecode:
-    """Hidden states of a batch of few decodes. Copies the layers' weights. Needs a CPU, numba, BF16 or FP32."""
+    """Hidden states of a batch of few decodes, from a copy of the layers' weights. Needs numba."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, cos_sin: Tensor) -> None:
         # numba takes a quarter of a second to import, and may be absent where this class is not used.

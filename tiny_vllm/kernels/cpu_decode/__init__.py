@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-MAX_ROWS = 4
+MAX_ROWS = 8
 """Most sequences of a fused step."""
 
 

@@ -10,7 +10,10 @@ plain path. Arrays are flat; their shapes are in `CPUDecoder`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numba import njit
@@ -18,9 +21,7 @@ from numba import njit
 from tiny_vllm.kernels.cpu_decode.intrinsics import (
     add_atomically,
     at,
-    dots_1,
-    dots_2,
-    dots_4,
+    float_bits,
     float_from_bits,
     load_atomically,
     narrow,
@@ -30,6 +31,7 @@ from tiny_vllm.kernels.cpu_decode.intrinsics import (
     yield_core,
 )
 from tiny_vllm.kernels.cpu_decode.pool import ABORTED, ARRIVALS
+from tiny_vllm.kernels.cpu_decode.products import add_scaled, dot, dots_1, dots_2, dots_4
 from tiny_vllm.kernels.cpu_decode.tape import BLOCK, GROUP
 
 MIN_CHUNK = 64
@@ -43,7 +45,6 @@ LINES_AHEAD = 64
 # NaN and infinity mean what they mean; sums may be split over vector lanes, which fixes their order at
 # compile time.
 INNER = dict(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-OPTIONS = dict(error_model="numpy", nogil=True, cache=True)
 FAST = {"contract", "reassoc", "nsz"}
 ACCURATE = {"contract", "nsz"}
 
@@ -127,7 +128,9 @@ def meet(control, target, tape, next_start, next_end):
 def exponential(x):
     """e^x within 2 ulp for x in [-87, 88], beyond which it stays at the border. After Cephes' expf."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    # Adding 1.5 * 2^23 rounds to an integer and leaves it in the lowest bits.
+    shifted = x * np.float32(1.44269504) + np.float32(12582912.0)
+    power = shifted - np.float32(12582912.0)
     x = x - power * np.float32(0.693359375)
     x = x - power * np.float32(-2.12194440e-4)
     y = np.float32(1.9875691500e-4)
@@ -137,7 +140,7 @@ def exponential(x):
     y = y * x + np.float32(1.6666665459e-1)
     y = y * x + np.float32(5.0000001201e-1)
     y = y * (x * x) + x + np.float32(1.0)
-    return y * float_from_bits((np.int32(power) + np.int32(127)) << np.int32(23))
+    return float_from_bits(float_bits(y) + (float_bits(shifted) << np.int32(23)))
 
 
 @njit(fastmath=FAST, **INNER)
@@ -156,24 +159,15 @@ def normalize(x, size, num_rows, norms, norm_start, eps, tape, inputs, start):
 @njit(fastmath=FAST, **INNER)
 def multiply(tape, start, num_columns, x, x_start, num_rows, out, out_start):
     """Dot products of one block of 32 rows with each input: out [num_rows, 32]."""
-    row = 0
-    while num_rows - row >= 4:
-        dots_4(
-            tape, start, num_columns, x, x_start + row * num_columns, num_columns,
-            out, out_start + row * BLOCK,
-        )  # fmt: skip
-        row += 4
-    if num_rows - row >= 2:
-        dots_2(
-            tape, start, num_columns, x, x_start + row * num_columns, num_columns,
-            out, out_start + row * BLOCK,
-        )  # fmt: skip
-        row += 2
-    if num_rows - row == 1:
-        dots_1(
-            tape, start, num_columns, x, x_start + row * num_columns, num_columns,
-            out, out_start + row * BLOCK,
-        )  # fmt: skip
+    if num_rows == 1:
+        dots_1(tape, start, num_columns, x, x_start, num_columns, out, out_start)
+    elif num_rows == 2:
+        dots_2(tape, start, num_columns, x, x_start, num_columns, out, out_start)
+    else:
+        # Three rows are four, of which the last is whatever the buffer holds.
+        for row in range(0, num_rows, 4):
+            row_start = x_start + row * num_columns
+            dots_4(tape, start, num_columns, x, row_start, num_columns, out, out_start + row * BLOCK)
 
 
 @njit(fastmath=FAST, **INNER)
@@ -277,9 +271,7 @@ def attend(shape, row, head, start, end, layer_start, batch, queries, q_start, s
         place = layer_start + (page * shape.num_kv_heads + head) * head_stride
         place += token % shape.page_size * dim
         for g in range(group):
-            score = np.float32(0.0)
-            for i in range(dim):
-                score += at(queries, q_start + g * dim + i) * wide(at(k_cache, place + i))
+            score = dot(queries, q_start + g * dim, k_cache, place, dim)
             put(scores, s_start + g * count + token - start, score * shape.scale)
     for g in range(group):
         place = s_start + g * count
@@ -301,9 +293,7 @@ def attend(shape, row, head, start, end, layer_start, batch, queries, q_start, s
         place += token % shape.page_size * dim
         for g in range(group):
             weight = at(scores, s_start + g * count + token - start)
-            for i in range(dim):
-                out = p_start + g * dim + i
-                put(partial, out, at(partial, out) + weight * wide(at(v_cache, place + i)))
+            add_scaled(partial, p_start + g * dim, weight, v_cache, place, dim)
 
 
 @njit(fastmath=FAST, **INNER)
@@ -359,8 +349,7 @@ def combine(shape, batch, partial, stats, tape, inputs, inputs_start):
                 place = first + chunk * num_heads
                 weight = exponential(at(stats, 2 * place) - maximum)
                 total += weight * at(stats, 2 * place + 1)
-                for i in range(dim):
-                    put(inputs, out + i, at(inputs, out + i) + weight * at(partial, place * dim + i))
+                add_scaled(inputs, out, weight, partial, place * dim, dim)
             for i in range(dim):
                 put(inputs, out + i, rounded(tape, at(inputs, out + i) / total))
 
@@ -392,100 +381,113 @@ def is_valid(shape, weights, batch):
     return True
 
 
-@njit(fastmath=FAST, **OPTIONS)
-def decode_step(index, num_threads, arrivals, control, shape, weights, batch, buffers, out):
-    """One thread's part of a step. Returns False when the run was aborted.
+def _build_decode_step() -> Callable[..., bool]:
+    # numba keeps the code on disk, but notices only changes of this file and of what the function captures:
+    # so it captures a stamp of the other files that the code is made from.
+    sources = (Path(__file__).with_name(f"{name}.py") for name in ("intrinsics", "products", "pool", "tape"))
+    stamp = crc32(b"".join(source.read_bytes() for source in sources))
 
-    out: [rows, hidden] of the storage type, written by thread 0.
-    """
-    if not is_valid(shape, weights, batch):
-        return False
-    hidden, q_size = shape.hidden, shape.num_heads * shape.head_dim
-    qkv_size = q_size + 2 * shape.num_kv_heads * shape.head_dim
-    num_rows = batch.token_ids.size
-    tape, biases, x = weights.tape, weights.biases, buffers.x
-    inputs, dots = buffers.inputs, buffers.dots
-    inputs_start = index * (inputs.size // buffers.num_threads)
-    dots_start = index * (dots.size // buffers.num_threads)
+    @njit(fastmath=FAST, error_model="numpy", nogil=True, cache=True)
+    def decode_step(index, num_threads, arrivals, control, shape, weights, batch, buffers, out):
+        """One thread's part of a step. Returns False when the run was aborted.
 
-    qkv_blocks = -(-qkv_size // BLOCK)
-    hidden_blocks = -(-hidden // BLOCK)
-    gate_up_blocks = -(-shape.intermediate // GROUP)
-    qkv_share = share(index, num_threads, qkv_blocks)
-    hidden_share = share(index, num_threads, hidden_blocks)
-    gate_up_share = share(index, num_threads, gate_up_blocks)
-    output_start = qkv_blocks * BLOCK * hidden
-    gate_up_start = output_start + hidden_blocks * BLOCK * q_size
-    down_start = gate_up_start + gate_up_blocks * BLOCK * hidden
-    layer_values = down_start + hidden_blocks * BLOCK * shape.intermediate
-    layer_biases = (qkv_blocks + 2 * hidden_blocks + gate_up_blocks) * BLOCK
+        out: [rows, hidden] of the storage type, written by thread 0.
+        """
+        if not is_valid(shape, weights, batch):
+            return False
+        hidden, q_size = shape.hidden, shape.num_heads * shape.head_dim
+        qkv_size = q_size + 2 * shape.num_kv_heads * shape.head_dim
+        num_rows = batch.token_ids.size
+        tape, biases, x = weights.tape, weights.biases, buffers.x
+        inputs, dots = buffers.inputs, buffers.dots
+        inputs_start = index * (inputs.size // buffers.num_threads)
+        dots_start = index * (dots.size // buffers.num_threads)
 
-    for row in range(num_rows):
-        token = batch.token_ids[row] * hidden
-        for i in range(hidden * index // num_threads, hidden * (index + 1) // num_threads):
-            put(x, row * hidden + i, wide(at(weights.embedding, token + i)))
-    target = arrivals + num_threads
-    if not meet(control, target, tape, 0, 0):
-        return False
+        qkv_blocks = -(-qkv_size // BLOCK)
+        hidden_blocks = -(-hidden // BLOCK)
+        gate_up_blocks = -(-shape.intermediate // GROUP)
+        qkv_share = share(index, num_threads, qkv_blocks)
+        hidden_share = share(index, num_threads, hidden_blocks)
+        gate_up_share = share(index, num_threads, gate_up_blocks)
+        output_start = qkv_blocks * BLOCK * hidden
+        gate_up_start = output_start + hidden_blocks * BLOCK * q_size
+        down_start = gate_up_start + gate_up_blocks * BLOCK * hidden
+        layer_values = down_start + hidden_blocks * BLOCK * shape.intermediate
+        layer_biases = (qkv_blocks + 2 * hidden_blocks + gate_up_blocks) * BLOCK
 
-    for layer in range(shape.num_layers):
-        start = layer * layer_values
-        bias = layer * layer_biases
-        norm = 2 * layer * hidden
-        normalize(x, hidden, num_rows, weights.norms, norm, shape.eps, tape, inputs, inputs_start)
-        project(
-            tape, start, hidden, biases, bias, qkv_share, inputs, inputs_start, num_rows,
-            buffers.qkv, qkv_size, False, dots, dots_start,
-        )  # fmt: skip
-        target += num_threads
-        next_start = start + output_start + hidden_share[0] * BLOCK * q_size
-        next_end = start + output_start + hidden_share[1] * BLOCK * q_size
-        if not meet(control, target, tape, next_start, next_end):
+        for row in range(num_rows):
+            token = batch.token_ids[row] * hidden
+            for i in range(hidden * index // num_threads, hidden * (index + 1) // num_threads):
+                put(x, row * hidden + i, wide(at(weights.embedding, token + i)))
+        target = arrivals + num_threads
+        if not meet(control, target, tape, 0, 0):
             return False
 
-        attend_share(index, num_threads, shape, layer, weights, batch, buffers)
-        target += num_threads
-        if not meet(control, target, tape, next_start, next_end):
-            return False
+        for layer in range(shape.num_layers):
+            start = layer * layer_values
+            bias = layer * layer_biases
+            norm = 2 * layer * hidden
+            normalize(x, hidden, num_rows, weights.norms, norm, shape.eps, tape, inputs, inputs_start)
+            project(
+                tape, start, hidden, biases, bias, qkv_share, inputs, inputs_start, num_rows,
+                buffers.qkv, qkv_size, False, dots, dots_start,
+            )  # fmt: skip
+            target += num_threads
+            next_start = start + output_start + hidden_share[0] * BLOCK * q_size
+            next_end = start + output_start + hidden_share[1] * BLOCK * q_size
+            if not meet(control, target, tape, next_start, next_end):
+                return False
 
-        combine(shape, batch, buffers.partial, buffers.partial_stats, tape, inputs, inputs_start)
-        bias += qkv_blocks * BLOCK
-        project(
-            tape, start + output_start, q_size, biases, bias, hidden_share, inputs, inputs_start, num_rows,
-            x, hidden, True, dots, dots_start,
-        )  # fmt: skip
-        target += num_threads
-        next_start = start + gate_up_start + gate_up_share[0] * BLOCK * hidden
-        next_end = start + gate_up_start + gate_up_share[1] * BLOCK * hidden
-        if not meet(control, target, tape, next_start, next_end):
-            return False
+            attend_share(index, num_threads, shape, layer, weights, batch, buffers)
+            target += num_threads
+            if not meet(control, target, tape, next_start, next_end):
+                return False
 
-        normalize(x, hidden, num_rows, weights.norms, norm + hidden, shape.eps, tape, inputs, inputs_start)
-        bias += hidden_blocks * BLOCK
-        project_gate_up(
-            tape, start + gate_up_start, hidden, biases, bias, gate_up_share, inputs, inputs_start, num_rows,
-            buffers.activations, shape.intermediate, dots, dots_start,
-        )  # fmt: skip
-        target += num_threads
-        next_start = start + down_start + hidden_share[0] * BLOCK * shape.intermediate
-        next_end = start + down_start + hidden_share[1] * BLOCK * shape.intermediate
-        if not meet(control, target, tape, next_start, next_end):
-            return False
+            combine(shape, batch, buffers.partial, buffers.partial_stats, tape, inputs, inputs_start)
+            bias += qkv_blocks * BLOCK
+            project(
+                tape, start + output_start, q_size, biases, bias, hidden_share,
+                inputs, inputs_start, num_rows, x, hidden, True, dots, dots_start,
+            )  # fmt: skip
+            target += num_threads
+            next_start = start + gate_up_start + gate_up_share[0] * BLOCK * hidden
+            next_end = start + gate_up_start + gate_up_share[1] * BLOCK * hidden
+            if not meet(control, target, tape, next_start, next_end):
+                return False
 
-        bias += gate_up_blocks * BLOCK
-        project(
-            tape, start + down_start, shape.intermediate, biases, bias, hidden_share,
-            buffers.activations, 0, num_rows, x, hidden, True, dots, dots_start,
-        )  # fmt: skip
-        target += num_threads
-        next_start = start + layer_values + qkv_share[0] * BLOCK * hidden
-        next_end = start + layer_values + qkv_share[1] * BLOCK * hidden
-        if layer == shape.num_layers - 1:
-            next_end = next_start
-        if not meet(control, target, tape, next_start, next_end):
-            return False
+            normalize(
+                x, hidden, num_rows, weights.norms, norm + hidden, shape.eps, tape, inputs, inputs_start
+            )
+            bias += hidden_blocks * BLOCK
+            project_gate_up(
+                tape, start + gate_up_start, hidden, biases, bias, gate_up_share,
+                inputs, inputs_start, num_rows, buffers.activations, shape.intermediate, dots, dots_start,
+            )  # fmt: skip
+            target += num_threads
+            next_start = start + down_start + hidden_share[0] * BLOCK * shape.intermediate
+            next_end = start + down_start + hidden_share[1] * BLOCK * shape.intermediate
+            if not meet(control, target, tape, next_start, next_end):
+                return False
 
-    if index == 0:
-        for i in range(num_rows * hidden):
-            put(out, i, narrow(out, at(x, i)))
-    return True
+            bias += gate_up_blocks * BLOCK
+            project(
+                tape, start + down_start, shape.intermediate, biases, bias, hidden_share,
+                buffers.activations, 0, num_rows, x, hidden, True, dots, dots_start,
+            )  # fmt: skip
+            target += num_threads
+            next_start = start + layer_values + qkv_share[0] * BLOCK * hidden
+            next_end = start + layer_values + qkv_share[1] * BLOCK * hidden
+            if layer == shape.num_layers - 1:
+                next_end = next_start
+            if not meet(control, target, tape, next_start, next_end):
+                return False
+
+        if index == 0:
+            for i in range(num_rows * hidden):
+                put(out, i, narrow(out, at(x, i)))
+        return stamp >= 0
+
+    return decode_step
+
+
+decode_step = _build_decode_step()
