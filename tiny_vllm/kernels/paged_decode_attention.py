@@ -5,6 +5,13 @@
 q [B, Hq, D]; k_cache, v_cache [num_pages, Hkv, page_size, D]; page_table [B, W] and context_lens [B] int64;
 out [B, Hq, D] of q's type. Scores, softmax and sums are FP32; out is rounded once.
 Moves 2 * sum(context_lens) * Hkv * D values for 4 * sum(context_lens) * Hq * D FLOPs: memory-bound.
+
+The Triton kernel takes a program per sequence, KV head and part of the context, and a second kernel joins the
+parts. The query heads of a KV head are rows of one tensor-core product, so keys are read once. How a context is
+split depends on its length alone, never on the batch, so a sequence's result does not either; the grid depends
+on neither (programs without work leave at once), so one CUDA graph serves all lengths. Keys and values of
+earlier steps are loaded before the wait for the preceding kernel. Joining in the last program to arrive instead
+of a second kernel was 45 us slower per step (16 layers, H200): a serial tail behind an atomic.
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; pages, Kwon et al. 2023,
 arXiv 2309.06180.
 
@@ -25,6 +32,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
+from tiny_vllm.kernels.triton_support import (
+    dot,
+    jit,
+    launch_dependents,
+    launch_options,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    wait_for_predecessor,
+    with_fallback,
+)
 from tiny_vllm.kernels.wide_product import has_wide_bmm, wide_bmm
 
 KEY_TILE = 256
@@ -35,10 +53,20 @@ MIN_VALUES_FOR_PRODUCTS = 1 << 18
 MAX_LENGTH_RATIO = 4
 MIN_GROUP_LEN = 512
 
+# On a GPU. A part is at least one tile of keys; a context has at most so many parts, which then are longer.
+# At 8 KV heads, 32 parts are 256 programs, two per multiprocessor of an H200; a context of 640 has 10 parts.
+TILE_LEN = 64
+MAX_SPLITS = 32
+# 64 keys of 64 values are 8 KB, 16 KB with their values: 4 warps hold them in 32 registers per thread each.
+# (largest padded head size, warps)
+SPLIT_WARPS = ((64, 4), (128, 4), (256, 8))
+JOIN_WARPS = 2
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeContext:
-    """What all layers of one step share about one group of B sequences.
+class GatheredContext:
+    """What all layers of one step share about one group of B sequences on a CPU.
 
     sequences: [B] their indices in the batch; None when they are the whole batch.
     rows: [B, Hkv, W], see `page_rows`. max_len: the longest context, L.
@@ -54,13 +82,26 @@ class DecodeContext:
     outside: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """The same for the kernel: the arguments of `prepare_decode_attention`."""
+
+    page_table: Tensor
+    context_lens: Tensor
+
+
+DecodeContext = GatheredContext | PagedContext
+
+
 def prepare_decode_attention(
     page_table: Tensor, context_lens: Tensor, num_kv_heads: int, page_size: int, dtype: torch.dtype
 ) -> list[DecodeContext]:
-    """page_table [B, W], context_lens [B], both int64; dtype: of q and the caches."""
+    """page_table [B, W], context_lens [B], both int64; dtype: of q and the caches. Empty without sequences."""
+    if runs_triton(page_table):
+        return [PagedContext(page_table, context_lens)] if len(context_lens) else []
     lens = context_lens.tolist()
     groups = _group_by_length(lens)
-    contexts = []
+    contexts: list[DecodeContext] = []
     for group in groups:
         sequences = None if len(groups) == 1 else torch.tensor(group, device=page_table.device)
         pages, group_lens = page_table, context_lens
@@ -75,7 +116,7 @@ def prepare_decode_attention(
             mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
             gathered = torch.arange(rows.numel() * page_size, device=rows.device).view(*rows.shape[:2], -1)
             outside = gathered[:, :, :max_len].masked_select(hidden)
-        contexts.append(DecodeContext(sequences, rows, max_len, mask, outside))
+        contexts.append(GatheredContext(sequences, rows, max_len, mask, outside))
     return contexts
 
 
@@ -123,15 +164,19 @@ def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: list[DecodeContext], scale: float
 ) -> Tensor:
     """q [B, Hq, D] -> [B, Hq, D]."""
+    first = contexts[0]
+    if isinstance(first, PagedContext):
+        return attend_pages(q, k_cache, v_cache, first.page_table, first.context_lens, scale)
     if len(contexts) == 1:
-        return _attend(q, k_cache, v_cache, contexts[0], scale)
+        return _attend(q, k_cache, v_cache, first, scale)
     output = torch.empty_like(q)
     for context in contexts:
+        assert isinstance(context, GatheredContext)
         output[context.sequences] = _attend(q[context.sequences], k_cache, v_cache, context, scale)
     return output
 
 
-def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, context: DecodeContext, scale: float) -> Tensor:
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, context: GatheredContext, scale: float) -> Tensor:
     """One group: q [B, Hq, D] -> [B, Hq, D]."""
     queries = q.reshape(q.shape[0], k_cache.shape[1], -1, q.shape[2])
     keys, values = _gather(k_cache, context), _gather(v_cache, context)
@@ -142,7 +187,7 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, context: DecodeContext,
     return output.reshape(q.shape)
 
 
-def _gather(cache: Tensor, context: DecodeContext) -> Tensor:
+def _gather(cache: Tensor, context: GatheredContext) -> Tensor:
     """[B, Hkv, L, D], zero where the mask hides it."""
     gathered = gather_pages(cache, context.rows)
     if context.outside is not None:
@@ -158,3 +203,247 @@ def _attend_by_products(
     if mask is not None:
         scores.view(*queries.shape[:3], -1).add_(mask)
     return torch.bmm(scores.softmax(-1).bfloat16(), values.flatten(0, 1))
+
+
+@jit
+def _part_of_context(context_len, part, WINDOW: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """First token and length of the visible context, and first and end token of one part of it."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context_len - WINDOW, 0)
+    tiles = (context_len - begin + TILE - 1) // TILE
+    part_len = (tiles + MAX_PARTS - 1) // MAX_PARTS * TILE
+    start = begin + part * part_len
+    return start, tl.minimum(start + part_len, context_len)
+
+
+@jit
+def _load_tile(
+    cache_ptr, page_table_ptr, positions, end, kv_head, dims,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Rows of the given positions [TILE], zeros from `end` on: [TILE, dims]."""
+    is_token = positions < end
+    page = tl.load(page_table_ptr + positions // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+    row = (page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + positions % PAGE_SIZE
+    mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(cache_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _add_tile(q, keys, values, is_visible, maximum, total, output, scale):
+    """One step of the online softmax, in base 2: q [G, D], keys and values [TILE, D], is_visible [TILE]."""
+    scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * (scale * LOG2_E)
+    scores = tl.where(is_visible[None, :], scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_maximum[:, None])
+    shrink = tl.exp2(maximum - new_maximum)
+    total = total * shrink + tl.sum(weights, 1)
+    output = dot(weights.to(values.dtype), values, output * shrink[:, None])
+    return new_maximum, total, output
+
+
+@jit
+def _attend_part_kernel(
+    part_output_ptr,
+    part_sums_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    page_table_ptr,
+    context_lens_ptr,
+    table_rows_ptr,
+    table_width,
+    scale,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, Hkv, parts). Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    if PDL:
+        launch_dependents()
+    context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    start, end = _part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    if start >= end:
+        return
+    table_row = tl.load(table_rows_ptr + sequence).to(tl.int64) if HAS_ROWS else sequence.to(tl.int64)
+    page_table_ptr += table_row * table_width
+
+    # What earlier steps wrote may be loaded now; the newest token's key and value only after the wait.
+    dims = tl.arange(0, BLOCK_DIM)
+    newest = context_len - 1
+    positions = start + tl.arange(0, TILE)
+    before = tl.minimum(end, newest)
+    keys = _load_tile(
+        k_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+    )
+    values = _load_tile(
+        v_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+    )
+    newest_page = tl.load(page_table_ptr + newest // PAGE_SIZE).to(tl.int64)
+    newest_row = ((newest_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + newest % PAGE_SIZE) * HEAD_DIM
+    if PDL:
+        wait_for_predecessor()
+
+    head = tl.arange(0, BLOCK_GROUP)
+    q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
+    is_q = (head < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
+    newest_key = tl.load(k_cache_ptr + newest_row + dims, mask=dims < HEAD_DIM, other=0.0)
+    newest_value = tl.load(v_cache_ptr + newest_row + dims, mask=dims < HEAD_DIM, other=0.0)
+    is_newest = (positions == newest)[:, None]
+    keys = tl.where(is_newest, newest_key[None, :], keys)
+    values = tl.where(is_newest, newest_value[None, :], values)
+
+    # A part is never empty, so the running maximum is finite from the first tile on.
+    maximum = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_GROUP,), tl.float32)
+    output = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+    maximum, total, output = _add_tile(q, keys, values, positions < end, maximum, total, output, scale)
+    for tile_start in tl.range(start + TILE, end, TILE):
+        positions = tile_start + tl.arange(0, TILE)
+        keys = _load_tile(
+            k_cache_ptr, page_table_ptr, positions, end, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+        )
+        values = _load_tile(
+            v_cache_ptr, page_table_ptr, positions, end, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+        )
+        maximum, total, output = _add_tile(q, keys, values, positions < end, maximum, total, output, scale)
+
+    part_row = q_row * MAX_PARTS + part
+    tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=is_q)
+    tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
+    tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
+
+
+@jit
+def _join_parts_kernel(
+    output_ptr,
+    part_output_ptr,
+    part_sums_ptr,
+    context_lens_ptr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, Hq): the parts of one head, always added in the same order."""
+    sequence = tl.program_id(0)
+    row = sequence * tl.num_programs(1) + tl.program_id(1)
+    if PDL:
+        launch_dependents()
+    context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    part = tl.arange(0, MAX_PARTS)
+    start, end = _part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    is_part = start < end
+    dims = tl.arange(0, BLOCK_DIM)
+    if PDL:
+        wait_for_predecessor()
+
+    part_row = row * MAX_PARTS + part
+    maxima = tl.load(part_sums_ptr + part_row * 2, mask=is_part, other=float("-inf"))
+    totals = tl.load(part_sums_ptr + part_row * 2 + 1, mask=is_part, other=0.0)
+    mask = is_part[:, None] & (dims < HEAD_DIM)[None, :]
+    outputs = tl.load(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], mask=mask, other=0.0)
+    shrink = tl.exp2(maxima - tl.max(maxima, 0))
+    output = tl.sum(outputs * shrink[:, None], 0) / tl.sum(totals * shrink, 0)
+    tl.store(output_ptr + row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def _attend_pages_ref(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    max_context_len: int | None = None,
+    window: int | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Where the kernel does not compile. It has no window and cannot be captured in a graph."""
+    assert window is None, "a sliding window needs the kernel"
+    table = page_table if table_rows is None else page_table[table_rows]
+    return paged_decode_attention_ref(q, k_cache, v_cache, table.long(), context_lens, scale)
+
+
+@with_fallback(_attend_pages_ref)
+def attend_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    max_context_len: int | None = None,
+    window: int | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """The kernels: q [B, Hq, D] -> [B, Hq, D].
+
+    page_table [R, W] and context_lens [B], int32 or int64. table_rows [B]: rows of the page table, by default
+    row i is sequence i's. max_context_len: no context is longer (by default, than the table is wide); it only
+    spares programs. window: a query sees that many newest tokens, itself included. pdl: see `triton_support`;
+    context_lens, page_table and table_rows must then be complete before the preceding kernel starts.
+    """
+    num_sequences, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    block_dim = next_power_of_2(head_dim)
+    longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
+    num_parts = min(-(-longest // TILE_LEN), MAX_SPLITS)
+    part_output = torch.empty(
+        num_sequences, num_heads, MAX_SPLITS, block_dim, dtype=torch.float32, device=q.device
+    )
+    part_sums = torch.empty(num_sequences, num_heads, MAX_SPLITS, 2, dtype=torch.float32, device=q.device)
+    output = torch.empty_like(q)
+    common = dict(
+        HEAD_DIM=head_dim,
+        WINDOW=window or 0,
+        TILE=TILE_LEN,
+        MAX_PARTS=MAX_SPLITS,
+        BLOCK_DIM=block_dim,
+        PDL=pdl,
+    )
+    num_warps = next(warps for limit, warps in SPLIT_WARPS if limit >= block_dim)
+    _attend_part_kernel[(num_sequences, num_kv_heads, num_parts)](
+        part_output,
+        part_sums,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        context_lens,
+        context_lens if table_rows is None else table_rows,
+        page_table.stride(0),
+        scale,
+        GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        BLOCK_GROUP=max(next_power_of_2(group), 16),
+        HAS_ROWS=table_rows is not None,
+        **common,
+        **launch_options(num_warps, pdl, num_stages=2),
+    )
+    _join_parts_kernel[(num_sequences, num_heads)](
+        output, part_output, part_sums, context_lens, **common, **launch_options(JOIN_WARPS, pdl)
+    )
+    return output

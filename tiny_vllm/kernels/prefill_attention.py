@@ -12,6 +12,11 @@ Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
 `prefill_attention_ref` tiles queries and keys. On a CPU the op gathers a sequence's context once, then takes
 tiles of queries against all keys they see: whole BF16 products (see wide_product.py) or, for other types,
 torch's flash attention. Two cores, 512 tokens, 9 heads on 3 of 64, BF16: 1.7 ms, flash attention 3.5.
+
+The Triton kernel takes a program per KV head and tile of rows, a row being one query of one of the KV head's
+query heads, so that a group of heads reads its keys once. Which sequence a tile belongs to, the program finds
+itself from query_starts: the host need not know the lengths. Key tiles that all rows see need no mask; those
+on the diagonal come last.
 """
 
 from __future__ import annotations
@@ -23,6 +28,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
+from tiny_vllm.kernels.triton_support import (
+    dot,
+    jit,
+    launch_options,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    with_fallback,
+)
 from tiny_vllm.kernels.wide_product import has_wide_bmm, wide_bmm
 
 QUERY_TILE = 128
@@ -31,10 +45,19 @@ KEY_TILE = 1024
 MIN_QUERY_TILE = 16
 MAX_TILE_SCORES = 1 << 22
 
+# On a GPU: (largest padded head size, (rows, keys, warps, stages)) of a tile. Rows are 64 per warpgroup of 4
+# warps, what a Hopper tensor-core instruction takes; FP32 outputs and scores of a row are BLOCK_DIM + keys
+# registers over a row's threads, which bounds the keys as heads grow. Stages of K and V tiles in shared memory:
+# 2 x (64 + 64) keys of 128 values are 64 KB, two programs per multiprocessor.
+TILES_16_BIT = ((64, (128, 128, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 64, 4, 2)))
+# FP32 products have no tensor cores: small tiles.
+TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @dataclass(frozen=True, slots=True)
-class PrefillContext:
-    """What all layers of one step share about one sequence's chunk.
+class GatheredChunk:
+    """What all layers of one step share about one sequence's chunk on a CPU.
 
     queries: the chunk's rows of q. rows: [1, Hkv, W], see `page_rows`. context_len: tokens in those pages.
     """
@@ -44,16 +67,30 @@ class PrefillContext:
     context_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class PagedChunks:
+    """The same for the kernel, about all chunks: the arguments of `prepare_prefill_attention`."""
+
+    page_table: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+
+
+PrefillContext = GatheredChunk | PagedChunks
+
+
 def prepare_prefill_attention(
     page_table: Tensor, query_starts: Tensor, context_lens: Tensor, num_kv_heads: int, page_size: int
 ) -> list[PrefillContext]:
-    """page_table [S, W], query_starts [S + 1], context_lens [S], all int64: one entry per sequence."""
+    """page_table [S, W], query_starts [S + 1], context_lens [S], all int64. Empty without sequences."""
+    if runs_triton(page_table):
+        return [PagedChunks(page_table, query_starts, context_lens)] if len(context_lens) else []
     starts = query_starts.tolist()
-    contexts = []
+    contexts: list[PrefillContext] = []
     for index, context_len in enumerate(context_lens.tolist()):
         pages = page_table[index : index + 1, : -(-context_len // page_size)]
         queries = slice(starts[index], starts[index + 1])
-        contexts.append(PrefillContext(queries, page_rows(pages, num_kv_heads), context_len))
+        contexts.append(GatheredChunk(queries, page_rows(pages, num_kv_heads), context_len))
     return contexts
 
 
@@ -110,8 +147,13 @@ def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: list[PrefillContext], scale: float
 ) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]."""
+    first = contexts[0]
+    if isinstance(first, PagedChunks):
+        pages = first.page_table, first.query_starts, first.context_lens
+        return attend_chunks(q, k_cache, v_cache, *pages, scale)
     output = torch.empty_like(q)
     for context in contexts:
+        assert isinstance(context, GatheredChunk)
         keys = gather_pages(k_cache, context.rows)[0, :, : context.context_len]
         values = gather_pages(v_cache, context.rows)[0, :, : context.context_len]
         _attend(q[context.queries], keys, values, scale, output[context.queries])
@@ -158,3 +200,188 @@ def _attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float
     shape = (*queries.shape[:2], *keys.shape[1:])
     keys, values = keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+
+
+@jit
+def _attend_keys(
+    q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax, in base 2, over keys start .. end; positions [BLOCK_M] are those of the rows of q."""
+    dims = tl.arange(0, BLOCK_DIM)
+    for tile_start in tl.range(start, end, BLOCK_N):
+        key = tile_start + tl.arange(0, BLOCK_N)
+        is_key = key < end
+        page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        row = ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM
+        mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        keys = tl.load(k_cache_ptr + row[:, None] + dims[None, :], mask=mask, other=0.0)
+        values = tl.load(v_cache_ptr + row[:, None] + dims[None, :], mask=mask, other=0.0)
+
+        scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * (scale * LOG2_E)
+        if MASKED:
+            is_visible = key[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                is_visible = is_visible & (key[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # A window may hide a row's first tiles altogether; -inf - -inf would be NaN.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(maximum - base)
+        total = total * shrink + tl.sum(weights, 1)
+        output = dot(weights.to(values.dtype), values, output * shrink[:, None])
+        maximum = new_maximum
+    return maximum, total, output
+
+
+@jit
+def _prefill_attention_kernel(
+    output_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    page_table_ptr,
+    query_starts_ptr,
+    context_lens_ptr,
+    num_sequences,
+    table_width,
+    scale,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+):
+    """Grid (tiles, Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads."""
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are empty.
+    index = tl.arange(0, BLOCK_SEQUENCES)
+    is_sequence = index < num_sequences
+    all_starts = tl.load(query_starts_ptr + index, mask=is_sequence, other=0).to(tl.int32)
+    is_before = is_sequence & (all_starts // QUERIES + index <= tile)
+    sequence = tl.sum(is_before.to(tl.int32), 0) - 1
+    query_start = tl.load(query_starts_ptr + sequence).to(tl.int32)
+    query_end = tl.load(query_starts_ptr + sequence + 1).to(tl.int32)
+    first_query = query_start + (tile - query_start // QUERIES - sequence) * QUERIES
+    if first_query >= query_end:
+        return
+    context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    page_table_ptr += sequence.to(tl.int64) * table_width
+
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // GROUP
+    is_row = (query < query_end) & (row < QUERIES * GROUP)
+    # Spare rows see what the last one sees, so that no row is without keys.
+    positions = context_len - query_end + tl.minimum(query, query_end - 1)
+    dims = tl.arange(0, BLOCK_DIM)
+    q_row = (query.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row % GROUP
+    q_places = q_row[:, None] * HEAD_DIM + dims[None, :]
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_places, mask=mask, other=0.0)
+
+    # All rows see the keys from `shared_start` to `shared_end`, whole tiles; masks are for those before and after.
+    first_position = context_len - query_end + first_query
+    last_position = tl.minimum(first_position + QUERIES, context_len) - 1
+    begin = 0
+    shared_start = 0
+    shared_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        shared_start = tl.maximum(last_position - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
+        shared_start = tl.minimum(tl.maximum(shared_start, begin), last_position + 1)
+        shared_end = tl.maximum(shared_start, shared_end)
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
+    if WINDOW > 0:
+        maximum, total, output = _attend_keys(
+            q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, begin,
+            shared_start, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
+        )  # fmt: skip
+    maximum, total, output = _attend_keys(
+        q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_start,
+        shared_end, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, False,
+    )  # fmt: skip
+    maximum, total, output = _attend_keys(
+        q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_end,
+        last_position + 1, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
+    )  # fmt: skip
+    output = output / total[:, None]
+    tl.store(output_ptr + q_places, output.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+def _attend_chunks_ref(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Where the kernel does not compile."""
+    assert window is None, "a sliding window needs the kernel"
+    return prefill_attention_ref(q, k_cache, v_cache, page_table.long(), query_starts, context_lens, scale)
+
+
+@with_fallback(_attend_chunks_ref)
+def attend_chunks(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """The kernel: q [T, Hq, D] -> [T, Hq, D].
+
+    page_table [S, W], query_starts [S + 1] and context_lens [S], int32 or int64. window: a query sees that many
+    newest tokens, itself included.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
+    num_sequences = context_lens.shape[0]
+    group = num_heads // num_kv_heads
+    q = q.contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    block_dim = next_power_of_2(head_dim)
+    tiles = TILES_FP32 if q.dtype == torch.float32 else TILES_16_BIT
+    block_m, block_n, num_warps, num_stages = next(tile for limit, tile in tiles if limit >= block_dim)
+    output = torch.empty_like(q)
+    grid = (num_tokens // (block_m // group) + num_sequences, num_kv_heads)
+    _prefill_attention_kernel[grid](
+        output,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        query_starts,
+        context_lens,
+        num_sequences,
+        page_table.stride(0),
+        scale,
+        GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_DIM=block_dim,
+        BLOCK_SEQUENCES=next_power_of_2(num_sequences),
+        **launch_options(num_warps, num_stages=num_stages),
+    )
+    return output

@@ -8,8 +8,9 @@ of one position. k_cache, v_cache [num_pages, Hkv, page_size, D]. FP32 arithmeti
 qkv's type. Moves about 2 * T * (Hq + 2 Hkv) * D values: memory-bound. Source: Su et al. 2021,
 arXiv 2104.09864.
 
-Everything that depends only on the positions and cells is the same in every layer: `prepare_rope` computes it
-once per step.
+Everything that depends only on the positions and cells is the same in every layer: on a CPU `prepare_rope`
+computes it once per step. The Triton kernel reads positions and cells itself; a program takes some heads of
+one token, so that small batches spread over the GPU too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.triton_support import (
+    ceil_div,
+    jit,
+    launch_options,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    with_fallback,
+)
+
+# Heads per program and warps: with heads of 128, 1 KB of loads per warp in flight, enough programs at one token.
+HEADS_PER_PROGRAM = 4
+NUM_WARPS = 2
+
 
 @dataclass(frozen=True, slots=True)
-class RopeStep:
+class GatheredRope:
     """What all layers of one step share. T tokens, R rotated dimensions.
 
     cos: [T, 1, R], both halves equal. sin: [T, 1, R], the first half negated, so that the rotation is
@@ -34,14 +49,34 @@ class RopeStep:
     rows: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PositionRope:
+    """The same for the kernel: the arguments of `prepare_rope`."""
+
+    cos_sin: Tensor
+    positions: Tensor
+    cells: Tensor
+
+
+RopeStep = GatheredRope | PositionRope
+
+
 def prepare_rope(
     cos_sin: Tensor, positions: Tensor, cells: Tensor, num_kv_heads: int, page_size: int
 ) -> RopeStep:
     """positions, cells: [T] int64; cell = page * page_size + offset."""
+    if runs_triton(cos_sin):
+        return PositionRope(cos_sin, positions, cells)
+    return _gather(cos_sin, positions, cells, num_kv_heads, page_size)
+
+
+def _gather(
+    cos_sin: Tensor, positions: Tensor, cells: Tensor, num_kv_heads: int, page_size: int
+) -> GatheredRope:
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     first_rows = (cells // page_size) * (num_kv_heads * page_size) + cells % page_size
     heads = torch.arange(0, num_kv_heads * page_size, page_size, device=cells.device)
-    return RopeStep(
+    return GatheredRope(
         cos=torch.cat((cos, cos), -1),
         sin=torch.cat((-sin, sin), -1),
         rows=(first_rows.unsqueeze(1) + heads).flatten(),
@@ -52,7 +87,9 @@ def rope_and_cache_ref(
     qkv: Tensor, step: RopeStep, k_cache: Tensor, v_cache: Tensor, num_heads: int
 ) -> Tensor:
     """Rotate q and k, write k and v to their cells, return q [T, Hq, D]."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_kv_heads, page_size, head_dim = k_cache.shape[1:]
+    if isinstance(step, PositionRope):
+        step = _gather(step.cos_sin, step.positions, step.cells, num_kv_heads, page_size)
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     rotated = _rotate(heads[:, : num_heads + num_kv_heads], step)
     keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
@@ -61,7 +98,7 @@ def rope_and_cache_ref(
     return rotated[:, :num_heads]
 
 
-def _rotate(x: Tensor, step: RopeStep) -> Tensor:
+def _rotate(x: Tensor, step: GatheredRope) -> Tensor:
     """x [T, heads, D] -> the same shape and type; dimensions from R on pass through."""
     rotary_dim = step.cos.shape[-1]
     wide = x[..., :rotary_dim].float()
@@ -71,4 +108,88 @@ def _rotate(x: Tensor, step: RopeStep) -> Tensor:
     return torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
-rope_and_cache = rope_and_cache_ref
+@jit
+def _rope_and_cache_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    cells_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    index = tl.arange(0, BLOCK_HALF)[None, :]
+    # Dimensions that are not rotated are paired up too, and turned by nothing.
+    is_rotated = index < ROTARY_DIM // 2
+    low = tl.where(is_rotated, index, index + ROTARY_DIM // 2)
+    high = low + tl.where(is_rotated, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (index < HEAD_DIM // 2)
+
+    row = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    first = tl.load(row + low, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(row + high, mask=mask, other=0.0).to(tl.float32)
+    angle = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + index
+    is_turned = is_rotated & (head < NUM_HEADS + NUM_KV_HEADS)
+    cos = tl.load(angle, mask=is_turned, other=1.0)
+    sin = tl.load(angle + ROTARY_DIM // 2, mask=is_turned, other=0.0)
+    turned_first = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
+    turned_second = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
+
+    is_q = mask & (head < NUM_HEADS)
+    q_row = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+    tl.store(q_row + low, turned_first, mask=is_q)
+    tl.store(q_row + high, turned_second, mask=is_q)
+
+    cell = tl.load(cells_ptr + token)
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    cache_row = (((cell // PAGE_SIZE) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE) * HEAD_DIM
+    is_k = mask & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v = mask & (head >= NUM_HEADS + NUM_KV_HEADS)
+    tl.store(k_cache_ptr + cache_row + low, turned_first, mask=is_k)
+    tl.store(k_cache_ptr + cache_row + high, turned_second, mask=is_k)
+    tl.store(v_cache_ptr + cache_row + low, turned_first, mask=is_v)
+    tl.store(v_cache_ptr + cache_row + high, turned_second, mask=is_v)
+
+
+@with_fallback(rope_and_cache_ref)
+def _launch_rope_and_cache(
+    qkv: Tensor, step: PositionRope, k_cache: Tensor, v_cache: Tensor, num_heads: int
+) -> Tensor:
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    q = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    grid = (qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
+    _rope_and_cache_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        qkv,
+        step.cos_sin,
+        step.positions,
+        step.cells,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=step.cos_sin.shape[1],
+        PAGE_SIZE=page_size,
+        BLOCK_HEADS=HEADS_PER_PROGRAM,
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        **launch_options(NUM_WARPS),
+    )
+    return q
+
+
+def rope_and_cache(qkv: Tensor, step: RopeStep, k_cache: Tensor, v_cache: Tensor, num_heads: int) -> Tensor:
+    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. step: of `prepare_rope`."""
+    if isinstance(step, PositionRope):
+        return _launch_rope_and_cache(qkv, step, k_cache, v_cache, num_heads)
+    return rope_and_cache_ref(qkv, step, k_cache, v_cache, num_heads)

@@ -1,0 +1,44 @@
+"""These tests run on a GPU at real sizes or, with TRITON_INTERPRET=1, on the CPU at small ones.
+
+All are marked `gpu`, because Triton decides how to run kernels when it is imported: the default run starts them
+in processes of their own, see test_interpreted.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiny_vllm.kernels import norm_linear
+from tiny_vllm.kernels.triton_support import HAS_TRITON, INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def needs_kernels() -> None:
+    if not HAS_TRITON or not (INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def settings_of_the_interpreter() -> None:
+    """Triton 3.6's interpreter converts arrays of one element to loop bounds in a way NumPy 2.4 refuses."""
+    if not INTERPRETED:
+        return
+    # Programs run one after another here: few large ones.
+    norm_linear.MIN_PROGRAMS = 4
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

@@ -1,0 +1,170 @@
+"""Attention kernels over pages against FP64 softmax, with poison wherever no sequence owns a cell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.paged_decode_attention import attend_pages, prepare_decode_attention
+from tiny_vllm.kernels.prefill_attention import attend_chunks, prepare_prefill_attention
+from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
+
+pytestmark = pytest.mark.gpu
+
+# Of the largest value. FP32: scores of size 10 from 256 products. Others: weights rounded once (as in flash
+# attention) and the result once; the interpreter cuts BF16 off where a GPU rounds.
+TOLERANCES = {
+    torch.float32: 10 * 256 * 2**-24,
+    torch.bfloat16: 2**-6 if INTERPRETED else 2**-7,
+    torch.float16: 2**-10,
+}
+# context_lens, num_heads, num_kv_heads, head_dim, page_size
+DECODE_CASES = {
+    "typical": ([17, 100, 64, 1], 8, 2, 64, 16),
+    "head_80_pages_of_1": ([3, 70], 4, 4, 80, 1),
+    "head_96_group_3": ([33, 65, 5], 6, 2, 96, 32),
+    "head_128_group_16": ([130], 16, 1, 128, 64),
+    "head_256_group_7": ([129, 2], 7, 1, 256, 16),
+}
+# (chunk length, context length) of each sequence, then as above
+PREFILL_CASES = {
+    "prompts": ([(17, 17), (70, 70), (1, 1)], 8, 2, 64, 16),
+    "chunks_and_prefix_hits": ([(5, 69), (33, 40), (1, 130)], 4, 4, 64, 16),
+    "head_80_pages_of_1": ([(20, 23)], 2, 1, 80, 1),
+    "head_96_group_3": ([(40, 72)], 6, 2, 96, 32),
+    "head_128_group_16": ([(9, 20), (3, 3)], 16, 1, 128, 64),
+    "head_256_group_7": ([(10, 21)], 7, 1, 256, 16),
+}
+if not INTERPRETED:
+    DECODE_CASES |= {
+        "llama_1b": ([129, 640, 4096, 1, 63, 64, 65], 32, 8, 64, 16),
+        "many_splits": ([32768, 2049, 2048], 32, 8, 128, 16),
+        "batch_64": ([513 + 7 * index for index in range(64)], 32, 8, 64, 16),
+        "one_group": ([700, 31], 16, 16, 128, 32),
+    }
+    PREFILL_CASES |= {
+        "llama_1b": ([(512, 512), (1, 900), (300, 2000), (64, 64), (2048, 2048)], 32, 8, 64, 16),
+        "llama_8b": ([(1000, 1000), (257, 4096)], 32, 8, 128, 16),
+        "many_sequences": ([(index % 9 + 1, index + 10) for index in range(100)], 8, 2, 64, 16),
+    }
+
+
+class Pages:
+    """Random keys and values of several sequences, in shuffled pages of a poisoned cache."""
+
+    def __init__(
+        self, lens: list[int], num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        width = -(-max(lens) // page_size) + 1
+        num_pages = sum(-(-length // page_size) for length in lens) + 1
+        free_pages = (torch.randperm(num_pages - 1) + 1).tolist()
+        shape = (2, num_pages, num_kv_heads, page_size, head_dim)
+        self.k_cache, self.v_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.table = torch.zeros(len(lens), width, dtype=torch.int64, device=device)
+        self.lens = torch.tensor(lens, device=device)
+        self.keys, self.values = [], []
+        for index, length in enumerate(lens):
+            keys, values = torch.randn(2, length, num_kv_heads, head_dim, device=device).to(dtype)
+            for start in range(0, length, page_size):
+                page = free_pages.pop()
+                self.table[index, start // page_size] = page
+                end = min(start + page_size, length)
+                self.k_cache[page, :, : end - start] = keys[start:end].transpose(0, 1)
+                self.v_cache[page, :, : end - start] = values[start:end].transpose(0, 1)
+            self.keys.append(keys)
+            self.values.append(values)
+
+    def attend(self, index: int, q: Tensor, window: int | None = None) -> Tensor:
+        """q [n, Hq, D], the last n tokens of sequence `index`, in FP64."""
+        group = q.shape[1] // self.keys[index].shape[1]
+        keys = self.keys[index].double().repeat_interleave(group, 1)
+        values = self.values[index].double().repeat_interleave(group, 1)
+        positions = torch.arange(len(keys), device=q.device)
+        queries = positions[-len(q) :, None]
+        hidden = positions > queries
+        if window is not None:
+            hidden |= positions <= queries - window
+        scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hnl,lhd->nhd", weights, values)
+
+
+def check(actual: Tensor, expected: Tensor, pages: Pages) -> None:
+    largest = max(float(values.abs().max()) for values in pages.values)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCES[actual.dtype] * largest)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_decode_sees_the_own_context_only(
+    device: torch.device, case: str, window: int | None, dtype: torch.dtype
+) -> None:
+    lens, num_heads, num_kv_heads, head_dim, page_size = DECODE_CASES[case]
+    pages = Pages(lens, num_kv_heads, head_dim, page_size, dtype, device)
+    q = (2 * torch.randn(len(lens), num_heads, head_dim, device=device)).to(dtype)
+    actual = attend_pages(
+        q, pages.k_cache, pages.v_cache, pages.table, pages.lens, head_dim**-0.5, window=window
+    )
+    expected = torch.cat([pages.attend(index, q[index : index + 1], window) for index in range(len(lens))])
+    check(actual, expected, pages)
+
+
+@pytest.mark.parametrize("index_type", [torch.int32, torch.int64], ids=str)
+def test_decode_reads_chosen_rows_of_a_table_of_slots(device: torch.device, index_type: torch.dtype) -> None:
+    pages = Pages([9, 80, 33], 2, 64, 16, torch.float16, device)
+    rows = torch.tensor([2, 1], device=device)
+    q = torch.randn(2, 4, 64, device=device).half()
+    actual = attend_pages(
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        pages.table.to(index_type),
+        pages.lens[rows].to(index_type),
+        0.125,
+        table_rows=rows,
+        pdl=has_pdl(device),
+    )
+    check(actual, torch.cat([pages.attend(2, q[:1]), pages.attend(1, q[1:])]), pages)
+
+
+def test_a_decode_does_not_depend_on_its_batch(device: torch.device) -> None:
+    pages = Pages([70, 200, 131], 2, 64, 16, torch.float16, device)
+    q = torch.randn(3, 8, 64, device=device).half()
+    together = attend_pages(q, pages.k_cache, pages.v_cache, pages.table, pages.lens, 0.125)
+    for index in range(3):
+        one = slice(index, index + 1)
+        alone = attend_pages(
+            q[one].contiguous(), pages.k_cache, pages.v_cache, pages.table[one], pages.lens[one], 0.125,
+            max_context_len=256,
+        )  # fmt: skip
+        assert torch.equal(alone, together[one])
+
+
+def test_no_decodes_and_no_chunks_need_no_context(device: torch.device) -> None:
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    table = torch.zeros(0, 4, dtype=torch.int64, device=device)
+    assert prepare_decode_attention(table, empty, 2, 16, torch.float16) == []
+    assert prepare_prefill_attention(table, torch.zeros_like(table[:1, 0]), empty, 2, 16) == []
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_prefill_is_causal_over_the_own_context(
+    device: torch.device, case: str, window: int | None, dtype: torch.dtype
+) -> None:
+    chunks, num_heads, num_kv_heads, head_dim, page_size = PREFILL_CASES[case]
+    pages = Pages([context for _, context in chunks], num_kv_heads, head_dim, page_size, dtype, device)
+    starts = torch.tensor([0] + [chunk for chunk, _ in chunks], device=device).cumsum(0)
+    q = (2 * torch.randn(int(starts[-1]), num_heads, head_dim, device=device)).to(dtype)
+    actual = attend_chunks(
+        q, pages.k_cache, pages.v_cache, pages.table, starts, pages.lens, head_dim**-0.5, window=window
+    )
+    parts = starts.tolist()
+    expected = [
+        pages.attend(index, q[parts[index] : parts[index + 1]], window) for index in range(len(chunks))
+    ]
+    check(actual, torch.cat(expected), pages)

@@ -1,0 +1,96 @@
+"""Drawing without filters, and reading and moving the slots, against the torch versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiny_vllm.kernels.draw_tokens import SlotAdvance, _launch_draw_tokens, draw_tokens_ref
+from tiny_vllm.kernels.sampling_noise import noise_keys
+from tiny_vllm.kernels.slot_inputs import SlotState, _launch_read_slots, read_slots_ref
+from tiny_vllm.kernels.triton_support import INTERPRETED
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARIES = (5, 5000) if INTERPRETED else (5, 5000, 49152, 128256)
+DRAWS = 20 if INTERPRETED else 2000
+
+
+def random_keys(rows: int, device: torch.device) -> torch.Tensor:
+    return noise_keys(torch.arange(rows, device=device) * 7919, torch.arange(rows, device=device))
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_greedy_takes_the_lowest_of_equal_logits(device: torch.device, vocab_size: int) -> None:
+    logits = torch.randint(0, 4, (6, vocab_size), device=device).float()
+    tokens, is_valid = _launch_draw_tokens(logits, torch.zeros(6, device=device), random_keys(6, device))
+    assert torch.equal(tokens, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+    assert is_valid.all() and is_valid.dtype == torch.bool
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.01, 1.0, 1e20])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_draws_the_tokens_of_the_reference(device: torch.device, vocab_size: int, temperature: float) -> None:
+    logits = (3 * torch.randn(1, vocab_size, device=device)).expand(DRAWS, -1).contiguous()
+    temperatures = torch.full((DRAWS,), temperature, device=device)
+    keys = random_keys(DRAWS, device)
+    tokens, is_valid = _launch_draw_tokens(logits, temperatures, keys)
+    expected, _ = draw_tokens_ref(logits.cpu(), temperatures.cpu(), keys.cpu())
+    # Logarithms of two libraries may order a near-tie differently.
+    assert (tokens.cpu() != expected).sum() <= DRAWS // 1000
+    assert is_valid.all()
+
+
+def test_rows_that_cannot_be_sampled_are_reported_and_spoil_no_other(device: torch.device) -> None:
+    logits = torch.randn(5, 3000, device=device)
+    logits[0, 2900] = float("nan")
+    logits[1] = -torch.inf
+    logits[2, 7] = torch.inf
+    logits[3, 1:] = -torch.inf
+    for temperature in (0.0, 1.0):
+        temperatures = torch.full((5,), temperature, device=device)
+        tokens, is_valid = _launch_draw_tokens(logits, temperatures, random_keys(5, device))
+        assert is_valid.tolist() == [False, False, False, True, True]
+        assert int(tokens[3]) == 0 and tokens.min() >= 0 and tokens.max() < 3000
+
+
+def make_state(device: torch.device) -> SlotState:
+    def column(*values: int) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    return SlotState(
+        page_table=torch.tensor([[3, 9, 0], [5, 0, 0], [4, 2, 8]], device=device),
+        computed_len=column(5, 0, 11),
+        last_token=column(17, 30, 2),
+        stream=column(12345678901234567, -98765432109876543, 1),
+        sample_position=column(0, 1000, 3),
+    )
+
+
+@pytest.mark.parametrize("width", [100, 2048])
+def test_reads_what_the_slots_hold(device: torch.device, width: int) -> None:
+    embedding = torch.randn(40, width, device=device).half()
+    state = make_state(device)
+    slots = torch.tensor([2, 0, 3, 1], device=device)
+    actual = _launch_read_slots(embedding, state, slots, 4)
+    expected = read_slots_ref(embedding, state, slots, 4)
+    for name in ("hidden", "positions", "cells", "context_lens", "keys", "table_rows"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual.cells.tolist() == [8 * 4 + 3, 9 * 4 + 1, 0, 5 * 4]
+
+
+def test_the_next_tokens_move_the_slots_on_and_padding_moves_none(device: torch.device) -> None:
+    logits = torch.zeros(3, 50, device=device)
+    logits[torch.arange(3), torch.tensor([41, 42, 43])] = 1
+    states = [make_state(device), make_state(device)]
+    for draw, state in zip((_launch_draw_tokens, draw_tokens_ref), states, strict=True):
+        advance = SlotAdvance(
+            torch.tensor([2, 3, 0], device=device),
+            state.last_token,
+            state.computed_len,
+            state.sample_position,
+        )
+        draw(logits, torch.zeros(3, device=device), random_keys(3, device), advance)
+        assert state.last_token.tolist() == [43, 30, 41]
+        assert state.computed_len.tolist() == [6, 0, 12]
+        assert state.sample_position.tolist() == [1, 1000, 4]

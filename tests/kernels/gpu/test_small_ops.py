@@ -1,0 +1,150 @@
+"""RMSNorm, SiLU x up, embedding, rotation with the cache write: kernels against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.qkv_rope_and_cache import _launch_qkv_rope_and_cache
+from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+from tiny_vllm.kernels.triton_support import INTERPRETED
+
+pytestmark = pytest.mark.gpu
+
+# One rounding of the result, relative; the interpreter cuts BF16 off where a GPU rounds.
+TOLERANCES = {
+    torch.float32: 2**-20,
+    torch.bfloat16: 2**-7 if INTERPRETED else 2**-8,
+    torch.float16: 2**-10,
+}
+WIDTHS = (64, 577, 1000) if INTERPRETED else (64, 577, 2048, 4096, 8192, 14336)
+
+
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, size: float = 0.0) -> None:
+    """size: what the absolute error scales with where terms may cancel."""
+    assert actual.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * size + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rms_norm(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(rows, width, device=device)).to(dtype)
+    weight = 1 + 0.1 * torch.randn(width, device=device)
+    wide = x.double()
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    check(rms_norm(x, weight, 1e-5), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_silu_and_mul(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = (3 * torch.randn(rows, 2 * width, device=device)).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    check(silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_embedding(device: torch.device, width: int) -> None:
+    table = torch.randn(50, width, device=device).half()
+    token_ids = torch.tensor([49, 0, 7, 7], device=device)
+    assert torch.equal(embedding(table, token_ids), table[token_ids])
+
+
+class Heads:
+    """Caches of NaN, positions, cells and angles for T tokens; `turn` is the rotation in FP64."""
+
+    def __init__(
+        self, tokens: int, num_kv_heads: int, head_dim: int, rotary_dim: int, page_size: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.rotary_dim = rotary_dim
+        shape = (2, tokens + 2, num_kv_heads, page_size, head_dim)
+        self.k_cache, self.v_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.positions = torch.randint(0, 100, (tokens,), device=device)
+        self.cells = (torch.randperm((tokens + 1) * page_size, device=device) + page_size)[:tokens]
+        angles = torch.arange(100, device=device)[:, None] * torch.rand(rotary_dim // 2, device=device)
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x [T, heads, D]."""
+        cos, sin = self.cos_sin[self.positions].double()[:, None].chunk(2, -1)
+        first, second, rest = x.double().split(
+            [self.rotary_dim // 2, self.rotary_dim // 2, x.shape[-1] - self.rotary_dim], -1
+        )
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    def check_caches(self, k: Tensor, v: Tensor, dtype: torch.dtype, size: float) -> None:
+        """k, v [T, Hkv, D] in FP64; every other cell must still be NaN."""
+        page_size = self.k_cache.shape[2]
+        where = (self.cells // page_size, slice(None), self.cells % page_size)
+        for cache, expected in ((self.k_cache, k), (self.v_cache, v)):
+            check(cache[where], expected, dtype, size)
+            rest = cache.clone()
+            rest[where] = float("nan")
+            assert rest.isnan().all()
+
+
+# num_heads, num_kv_heads, head_dim, rotary_dim, page_size
+HEADS = {
+    "typical": (2, 1, 64, 64, 16),
+    "partial_rotation": (1, 1, 80, 32, 1),
+    "head_96": (3, 1, 96, 96, 32),
+    "head_256_partial": (1, 1, 256, 64, 64),
+}
+if not INTERPRETED:
+    HEADS |= {
+        "llama_1b": (32, 8, 64, 64, 16),
+        "llama_8b": (32, 8, 128, 128, 16),
+        "group_16": (16, 1, 128, 128, 64),
+    }
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("case", HEADS)
+def test_rope_and_cache(device: torch.device, case: str, tokens: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim, rotary_dim, page_size = HEADS[case]
+    heads = Heads(tokens, num_kv_heads, head_dim, rotary_dim, page_size, dtype, device)
+    qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(dtype)
+    step = prepare_rope(heads.cos_sin, heads.positions, heads.cells, num_kv_heads, page_size)
+    actual = rope_and_cache(qkv, step, heads.k_cache, heads.v_cache, num_heads)
+    q, k, v = qkv.view(tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    check(actual, heads.turn(q), dtype, size=4.0)
+    heads.check_caches(heads.turn(k), v.double(), dtype, size=4.0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3] if INTERPRETED else [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("case", HEADS)
+def test_qkv_rope_and_cache(
+    device: torch.device, case: str, has_bias: bool, tokens: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim, rotary_dim, page_size = HEADS[case]
+    hidden = 96 if INTERPRETED else 2048
+    heads = Heads(tokens, num_kv_heads, head_dim, rotary_dim, page_size, dtype, device)
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    size = (num_heads + 2 * num_kv_heads) * head_dim
+    weight = (torch.randn(size, hidden, device=device) * hidden**-0.5).to(dtype)
+    bias = torch.randn(size, device=device).to(dtype) if has_bias else None
+    norm = 1 + 0.1 * torch.randn(hidden, device=device)
+    actual = _launch_qkv_rope_and_cache(
+        x, weight, bias, norm, 1e-5, heads.cos_sin, heads.positions, heads.cells, heads.k_cache,
+        heads.v_cache, num_heads,
+    )  # fmt: skip
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    qkv = wide @ weight.double().T + (0 if bias is None else bias.double())
+    q, k, v = qkv.view(tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    # Errors scale with the sum of the magnitudes of a value's terms, about sqrt(hidden) for these sizes.
+    size_of_terms = float((wide.abs() @ weight.double().abs().T).max()) + 4
+    check(actual, heads.turn(q), dtype, size_of_terms)
+    heads.check_caches(heads.turn(k), v, dtype, size_of_terms)

@@ -1,0 +1,27 @@
+"""The tests of the Triton kernels, in processes of their own where Triton interprets kernels on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("path", GPU_TESTS, ids=lambda path: path.stem)
+def test_kernels_compute_what_their_references_do(path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(path)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]

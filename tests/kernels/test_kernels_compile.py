@@ -1,0 +1,99 @@
+"""Every kernel compiles for GPUs at the shapes that matter, without spilling registers; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.kernel_compiler import CompiledKernel, compiling, decode_chain, meta, missing_tools
+from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.prefill_attention import attend_chunks
+from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+
+pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+
+CHAINED = {"_attend_part_kernel", "_join_parts_kernel", "_norm_linear_kernel", "_draw_tile_kernel"}
+# name: changes to the shape of Llama-3.2-1B
+MODELS = {
+    "llama_1b": {},
+    "llama_8b": dict(hidden=4096, head_dim=128, intermediate=14336),
+    "smollm_135m": dict(hidden=576, heads=9, kv_heads=3, intermediate=1536, vocab=49152),
+}
+
+
+def check(kernels: list[CompiledKernel]) -> None:
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, f"{kernel.name} spills: {kernel}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_step(model: str, rows: int, dtype: torch.dtype) -> None:
+    with compiling() as kernels:
+        decode_chain(rows, dtype, **MODELS[model])
+    check(kernels)
+    assert {kernel.name for kernel in kernels} > CHAINED
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_chained_kernel_waits_once_after_loading_weights_and_before_storing(rows: int) -> None:
+    with compiling() as kernels:
+        decode_chain(rows)
+    for kernel in kernels:
+        before, *after = kernel.ptx.split("griddepcontrol.wait")
+        if kernel.name not in CHAINED:
+            continue
+        assert len(after) == 1
+        assert before.count("griddepcontrol.launch_dependents") == 1
+        assert "st.global" not in before
+        if kernel.name == "_norm_linear_kernel":
+            assert before.count("evict_first") >= 8
+
+
+def test_several_rows_use_tensor_cores() -> None:
+    with compiling() as kernels:
+        decode_chain(8)
+    products = [kernel for kernel in kernels if kernel.name == "_norm_linear_kernel"]
+    assert products and all("mma.sync" in kernel.ptx for kernel in products)
+
+
+def test_a_gpu_without_dependent_launch_and_fp32() -> None:
+    with compiling(capability=80) as kernels:
+        decode_chain(1, use_pdl=False)
+        decode_chain(4, torch.float32, use_pdl=False)
+    assert not any("griddepcontrol" in kernel.ptx for kernel in kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_prefill_attention(head_dim: int, dtype: torch.dtype) -> None:
+    cache = meta(100, 8, 16, head_dim, dtype=dtype)
+    index = meta(4, dtype=torch.int64)
+    with compiling() as kernels:
+        attend_chunks(
+            meta(512, 32, head_dim, dtype=dtype), cache, cache, meta(3, 256, dtype=torch.int64), index,
+            index[:3], 0.125,
+        )  # fmt: skip
+    check(kernels)
+
+
+def test_kernels_for_many_tokens() -> None:
+    cache, tokens = meta(100, 8, 16, 64), meta(512, dtype=torch.int64)
+    with compiling() as kernels:
+        for width in (2048, 4096, 8192):
+            rms_norm(meta(512, width), meta(width, dtype=torch.float32), 1e-5)
+        silu_and_mul(meta(512, 16384))
+        embedding(meta(128256, 2048), tokens)
+        step = prepare_rope(meta(4096, 64, dtype=torch.float32), tokens, tokens, 8, 16)
+        rope_and_cache(meta(512, 3072), step, cache, cache, 32)
+        draw_tokens(
+            meta(512, 128256, dtype=torch.float32),
+            meta(512, dtype=torch.float32),
+            meta(512, 2, dtype=torch.int32),
+        )
+    check(kernels)
+    assert len(kernels) == 8
