@@ -256,6 +256,15 @@ def write_key_and_value(shape, row, head, layer_start, weights, batch, buffers):
         put(batch.v_cache, place + i, narrow(batch.v_cache, at(buffers.qkv, value + i)))
 
 
+@njit(**INNER)
+def find_run(shape, table, row, head, token, end, layer_start):
+    """Where this token's key or value lies in a cache, and how many tokens before `end` follow it there."""
+    offset = token % shape.page_size
+    page = table[row, token // shape.page_size]
+    place = (page * shape.num_kv_heads + head) * shape.page_size + offset
+    return layer_start + place * shape.head_dim, min(shape.page_size - offset, end - token)
+
+
 @njit(fastmath=FAST, **INNER)
 def attend(shape, row, head, start, end, layer_start, batch, queries, q_start, scores, s_start,
            partial, p_start, stats, stats_start):  # fmt: skip
@@ -263,16 +272,18 @@ def attend(shape, row, head, start, end, layer_start, batch, queries, q_start, s
     dim = shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
     count = end - start
-    head_stride = shape.page_size * dim
     k_cache, v_cache = batch.k_cache, batch.v_cache
     table = batch.page_table
-    for token in range(start, end):
-        page = table[row, token // shape.page_size]
-        place = layer_start + (page * shape.num_kv_heads + head) * head_stride
-        place += token % shape.page_size * dim
-        for g in range(group):
-            score = dot(queries, q_start + g * dim, k_cache, place, dim)
-            put(scores, s_start + g * count + token - start, score * shape.scale)
+    token = start
+    while token < end:
+        place, run = find_run(shape, table, row, head, token, end, layer_start)
+        for t in range(token - start, token - start + run):
+            prefetch(v_cache, place)
+            for g in range(group):
+                score = dot(queries, q_start + g * dim, k_cache, place, dim)
+                put(scores, s_start + g * count + t, score * shape.scale)
+            place += dim
+        token += run
     for g in range(group):
         place = s_start + g * count
         maximum = at(scores, place)
@@ -287,13 +298,15 @@ def attend(shape, row, head, start, end, layer_start, batch, queries, q_start, s
         put(stats, stats_start + 2 * g + 1, total)
         for i in range(dim):
             put(partial, p_start + g * dim + i, np.float32(0.0))
-    for token in range(start, end):
-        page = table[row, token // shape.page_size]
-        place = layer_start + (page * shape.num_kv_heads + head) * head_stride
-        place += token % shape.page_size * dim
-        for g in range(group):
-            weight = at(scores, s_start + g * count + token - start)
-            add_scaled(partial, p_start + g * dim, weight, v_cache, place, dim)
+    token = start
+    while token < end:
+        place, run = find_run(shape, table, row, head, token, end, layer_start)
+        for t in range(token - start, token - start + run):
+            for g in range(group):
+                weight = at(scores, s_start + g * count + t)
+                add_scaled(partial, p_start + g * dim, weight, v_cache, place, dim)
+            place += dim
+        token += run
 
 
 @njit(fastmath=FAST, **INNER)
