@@ -4,7 +4,8 @@ Random weights in SmolLM2-135M's shape, BF16: decode steps of 1, 4 and 16 sequen
 tokens, and a prompt of 512 tokens. A step is forward plus logits. Its bytes: the weights once, and K and V
 of every context token. The limit is the best of several sums over a buffer larger than the caches.
 
-    python benchmarks/cpu_decoder.py [--threads N] [--dtype bfloat16|float32] [--repeats N] [--json FILE]
+    python benchmarks/cpu_decoder.py [--no-fused] [--threads N] [--dtype bfloat16|float32] [--repeats N]
+                                     [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from tiny_vllm.kernels.cpu_decode import has_numba
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
@@ -42,7 +44,7 @@ SPEC = ModelSpec(
 )
 PAGE_SIZE = 16
 MAX_LEN = 1024
-DECODES = ((1, 128), (1, 512), (4, 128), (4, 512), (16, 128), (16, 512))
+DECODES = ((1, 128), (1, 512), (4, 128), (4, 512), (8, 128), (16, 128), (16, 512))
 PREFILL_LEN = 512
 
 
@@ -133,11 +135,11 @@ def memory_limit() -> float:
     return buffer.nbytes / min(times_ms(buffer.sum, 10)) / 1e6
 
 
-def run(dtype: torch.dtype, repeats: int) -> tuple[float, list[Result]]:
+def run(dtype: torch.dtype, repeats: int, fused: bool) -> tuple[float, list[Result]]:
     limit = memory_limit()
     num_pages = 16 * MAX_LEN // PAGE_SIZE + 1
     kv_cache = KVCache.allocate(SPEC, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype)
-    decoder = Decoder(SPEC, random_weights(SPEC, dtype), max_model_len=MAX_LEN)
+    decoder = Decoder(SPEC, random_weights(SPEC, dtype), max_model_len=MAX_LEN, fused_cpu_decode=fused)
     weight_bytes = SPEC.num_parameters * dtype.itemsize
 
     def measure(workload: str, batch: ForwardBatch, context_tokens: int, repeats: int) -> Result:
@@ -161,13 +163,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=has_numba())
     parser.add_argument("--repeats", type=int, default=50, help="steps of each workload (prefill: a fifth)")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
     load = os.getloadavg()[0]
-    limit, results = run(getattr(torch, options.dtype), options.repeats)
+    limit, results = run(getattr(torch, options.dtype), options.repeats, options.fused)
     print(f"{options.dtype}, {options.threads} threads, load before {load:.2f}, memory {limit:.1f} GB/s")
     print(f"{'workload':16s} {'best ms':>9s} {'median ms':>9s} {'tok/s':>8s} {'GB/s':>6s} {'of limit':>8s}")
     for result in results:
@@ -181,6 +184,7 @@ def main() -> None:
             "torch": torch.__version__,
             "processor": platform.processor() or platform.machine(),
             "dtype": options.dtype,
+            "fused": options.fused,
             "threads": options.threads,
             "load_before": load,
             "memory_gigabytes_per_second": limit,

@@ -183,12 +183,13 @@ def choose_fused_cpu_decode(
     device: str,
     dtype: str,
     has_numba: bool,
-    layer_weight_bytes: int,
+    copied_bytes: int,
     available_bytes: int,
 ) -> Choice:
-    """Whether to keep the layers' weights twice for the fused decode step.
+    """Whether to keep most weights twice for the fused decode step.
 
-    available_bytes: of main memory. Raises ConfigError when it is demanded and cannot be had.
+    copied_bytes: the second copy. available_bytes: of main memory. Raises ConfigError when it is
+    demanded and cannot be had.
     """
     name = "fused_cpu_decode"
     if asked is False:
@@ -207,8 +208,8 @@ def choose_fused_cpu_decode(
         return Choice(name, False, obstacle)
     if asked:
         return Choice(name, True, "as asked")
-    fits = layer_weight_bytes <= available_bytes // 4
-    sizes = f"{layer_weight_bytes / GIB:.2f} GiB of weights held twice"
+    fits = copied_bytes <= available_bytes // 4
+    sizes = f"{copied_bytes / GIB:.2f} GiB of weights held twice"
     limit = f"a quarter of the {available_bytes / GIB:.2f} GiB available"
     return Choice(name, fits, f"{sizes}, {'within' if fits else 'more than'} {limit}")
 

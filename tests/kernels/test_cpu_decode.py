@@ -216,7 +216,7 @@ def test_the_engine_writes_the_same_tokens_with_and_without(tmp_path: Path) -> N
 
 def choose(asked: bool | None = None, **changes: Any) -> Any:
     facts: dict[str, Any] = dict(
-        device="cpu", dtype="bfloat16", has_numba=True, layer_weight_bytes=100, available_bytes=400
+        device="cpu", dtype="bfloat16", has_numba=True, copied_bytes=100, available_bytes=400
     )
     return choose_fused_cpu_decode(asked, **{**facts, **changes})
 

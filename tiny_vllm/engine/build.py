@@ -68,7 +68,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         device=str(device.value),
         dtype=dtype,
         has_numba=has_numba(),
-        layer_weight_bytes=spec.num_layer_parameters * DTYPE_BYTES[dtype],
+        copied_bytes=(spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype],
         available_bytes=_available_bytes(),
     )
     resolved = replace(resolved, fused_cpu_decode=bool(fused.value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.cpu_decode import MAX_ROWS
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
@@ -70,4 +71,6 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> FP32 [N, vocab], rounded to the model's type before."""
+        if self.fused_decode is not None and 0 < len(hidden) <= MAX_ROWS:
+            return self.fused_decode.logits(hidden)
         return self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()

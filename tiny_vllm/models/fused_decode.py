@@ -43,6 +43,7 @@ class FusedDecode:
                 down=layer.down,
                 biases=(layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
             )
+        self._decode.set_head(weights.final_norm, weights.lm_head)
         self._decode.compile()
 
     @staticmethod
@@ -62,3 +63,8 @@ class FusedDecode:
             kv_cache.k,
             kv_cache.v,
         )
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`, for at most MAX_ROWS rows."""
+        return self._decode.logits(hidden)

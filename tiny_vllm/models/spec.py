@@ -88,7 +88,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of all layers together: everything but the embeddings and the final norm."""
+        """Of all layers together: everything but the embedding, the LM head and the final norm."""
         layer = self.hidden_size * (self.qkv_size + self.q_size + 3 * self.intermediate_size + 2)
         layer += self.qkv_bias * self.qkv_size + self.output_bias * self.hidden_size
         layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)

@@ -15,8 +15,10 @@ from tiny_vllm.kernels.cpu_decode.step import (
     MIN_CHUNK,
     Batch,
     Buffers,
+    Head,
     Shape,
     Weights,
+    decode_head,
     decode_step,
 )
 from tiny_vllm.kernels.cpu_decode.tape import (
@@ -79,6 +81,7 @@ class CPUDecode:
             biases=np.zeros(num_layers * layer_rows, np.float32),
             cos_sin=values_view(cos_sin.float().contiguous()).reshape(-1),
         )
+        self._head: Head | None = None
         self._tape_len = self._biases_len = self._norms_len = 0
         self._max_chunk = max(MIN_CHUNK, -(-cos_sin.shape[0] // MAX_CHUNKS))
         self._buffers: Buffers | None = None
@@ -116,6 +119,15 @@ class CPUDecode:
                 self._weights.biases[self._biases_len : self._biases_len + num_rows] = values_view(values)
             self._biases_len += num_rows
 
+    def set_head(self, norm: Tensor, lm_head: Tensor) -> None:
+        """Copy the final norm [hidden] and the LM head [vocab, hidden]."""
+        groups = pair_rows(lm_head)
+        tape = allocate(2 * groups[0].numel(), self._dtype)
+        pack(groups, tape)
+        zeros = np.zeros(padded(len(lm_head)), np.float32)
+        self._vocab_size = len(lm_head)
+        self._head = Head(tape, values_view(norm.float()).copy(), zeros)
+
     def compile(self) -> None:
         """Compile, or read from numba's cache, by a step of no sequences. Call after the last layer."""
         assert self._tape_len == self._weights.tape.size and self._norms_len == self._weights.norms.size
@@ -123,6 +135,7 @@ class CPUDecode:
         shape = (self._shape.num_layers, 1, self._shape.num_kv_heads, 1, self._shape.head_dim)
         cache = torch.zeros(shape, dtype=self._dtype)
         self(none, none, none, none, none.view(0, 1), cache, cache)
+        self.logits(torch.zeros(1, self._shape.hidden, dtype=self._dtype))
 
     def close(self) -> None:
         """End the threads."""
@@ -159,13 +172,28 @@ class CPUDecode:
             k_cache=values_view(k_cache).reshape(-1),
             v_cache=values_view(v_cache).reshape(-1),
         )
+        hidden = torch.empty(num_rows, shape.hidden, dtype=self._dtype)
+        out = values_view(hidden).reshape(-1)
+        buffers = self._thread_buffers()
+        self._pool.run(buffers.num_threads, decode_step, shape, self._weights, batch, buffers, out)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden], 0 < N <= MAX_ROWS, before the final norm -> FP32 [N, vocab]."""
+        assert self._head is not None and 0 < len(hidden) <= MAX_ROWS
+        assert hidden.shape[1] == self._shape.hidden and hidden.dtype == self._dtype
+        logits = torch.empty(len(hidden), self._vocab_size)
+        rows = values_view(hidden.contiguous()).reshape(-1)
+        out = values_view(logits).reshape(-1)
+        buffers = self._thread_buffers()
+        self._pool.run(buffers.num_threads, decode_head, self._shape, self._head, rows, buffers, out)
+        return logits
+
+    def _thread_buffers(self) -> Buffers:
         num_threads = torch.get_num_threads()
         if self._buffers is None or self._buffers.num_threads != num_threads:
             self._buffers = self._allocate_buffers(num_threads)
-        hidden = torch.empty(num_rows, shape.hidden, dtype=self._dtype)
-        out = values_view(hidden).reshape(-1)
-        self._pool.run(num_threads, decode_step, shape, self._weights, batch, self._buffers, out)
-        return hidden
+        return self._buffers
 
     def _allocate_buffers(self, num_threads: int) -> Buffers:
         shape = self._shape

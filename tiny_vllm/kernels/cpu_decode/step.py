@@ -74,6 +74,14 @@ class Weights(NamedTuple):
     cos_sin: np.ndarray
 
 
+class Head(NamedTuple):
+    """The LM head: its tape, the final norm before it, and zeros for the biases it does not have."""
+
+    tape: np.ndarray
+    norm: np.ndarray
+    biases: np.ndarray
+
+
 class Batch(NamedTuple):
     """Rows of a ForwardBatch, int64, and the caches."""
 
@@ -394,9 +402,9 @@ def is_valid(shape, weights, batch):
     return True
 
 
-def _build_decode_step() -> Callable[..., bool]:
-    # numba keeps the code on disk, but notices only changes of this file and of what the function captures:
-    # so it captures a stamp of the other files that the code is made from.
+def _build_steps() -> tuple[Callable[..., bool], Callable[..., bool]]:
+    # numba keeps the code on disk, but notices only changes of this file and of what a function captures:
+    # so they capture a stamp of the other files that the code is made from.
     sources = (Path(__file__).with_name(f"{name}.py") for name in ("intrinsics", "products", "pool", "tape"))
     stamp = crc32(b"".join(source.read_bytes() for source in sources))
 
@@ -500,7 +508,29 @@ def _build_decode_step() -> Callable[..., bool]:
                 put(out, i, narrow(out, at(x, i)))
         return stamp >= 0
 
-    return decode_step
+    @njit(fastmath=FAST, error_model="numpy", nogil=True, cache=True)
+    def decode_head(index, num_threads, arrivals, control, shape, head, hidden, buffers, out):
+        """One thread's part of the final norm and the LM head: hidden [rows, hidden] -> out [rows, vocab]."""
+        size, x = shape.hidden, buffers.x
+        num_rows = hidden.size // size
+        vocab = out.size // num_rows
+        for i in range(hidden.size * index // num_threads, hidden.size * (index + 1) // num_threads):
+            put(x, i, wide(at(hidden, i)))
+        blocks = share(index, num_threads, -(-vocab // BLOCK))
+        first = blocks[0] * BLOCK * size
+        if not meet(control, arrivals + num_threads, head.tape, first, blocks[1] * BLOCK * size):
+            return False
+        inputs, dots = buffers.inputs, buffers.dots
+        inputs_start = index * (inputs.size // buffers.num_threads)
+        dots_start = index * (dots.size // buffers.num_threads)
+        normalize(x, size, num_rows, head.norm, 0, shape.eps, head.tape, inputs, inputs_start)
+        project(
+            head.tape, 0, size, head.biases, 0, blocks, inputs, inputs_start, num_rows,
+            out, vocab, False, dots, dots_start,
+        )  # fmt: skip
+        return meet(control, arrivals + 2 * num_threads, head.tape, 0, 0) and stamp >= 0
+
+    return decode_step, decode_head
 
 
-decode_step = _build_decode_step()
+decode_step, decode_head = _build_steps()
