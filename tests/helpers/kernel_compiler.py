@@ -18,7 +18,8 @@ import torch
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """name; shapes: the constants the launch was made with; registers per thread; bytes of stack that each thread
+    """name; shapes: the constants the launch was made with; registers per thread; bytes of stack that each
+    thread
     spills to; shared: bytes of shared memory; ptx: assembly text."""
 
     name: str
@@ -50,7 +51,7 @@ class _Driver:
 
 @contextmanager
 def compiling(capability: int = 90) -> Iterator[list[CompiledKernel]]:
-    """Inside, every kernel launch only compiles, for the compute capability (90: Hopper), and adds to the list."""
+    """Inside, a kernel launch only compiles, for the compute capability (90: Hopper), and adds to a list."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -120,7 +121,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def decode_chain(
     rows: int, dtype: torch.dtype = torch.bfloat16, *, use_pdl: bool = True, **changes: int
 ) -> None:
-    """Launch a decode step of Llama-3.2-1B's shape, two layers, for `rows` sequences of 4096 tokens at most."""
+    """Launch a decode step of Llama-3.2-1B's shape, two layers, for `rows` sequences."""
     from tiny_vllm.kernels.slot_inputs import SlotState
     from tiny_vllm.models.decode_chain import DecodeChain
     from tiny_vllm.models.weights import LayerWeights, ModelWeights

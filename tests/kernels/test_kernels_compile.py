@@ -30,8 +30,11 @@ def check(kernels: list[CompiledKernel]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 16])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "model",
+    ["llama_1b", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "llama_1b")],
+)
 def test_decode_step(model: str, rows: int, dtype: torch.dtype) -> None:
     with compiling() as kernels:
         decode_chain(rows, dtype, **MODELS[model])

@@ -1,15 +1,17 @@
 """Draw a token per row from whole logits, without filters, and move the slots on: two kernels, no host.
 
-    temperature 0:  argmax(logits), the lowest id among equals
-    else:           argmax of (logit - max) / temperature - log(E)          the rule and the noise of `sampling`
+    temperature 0:  argmax(logits), the lowest id among equals else:           argmax of (logit - max) /
+    temperature - log(E)          the rule and the noise of `sampling`
 
 logits [N, V] FP32; temperature [N or S] FP32; keys [N, 2] int32. Moves 4 * V bytes per row for about 30
 operations per token: bound by memory, or with few rows by latency.
 
-A program draws from a tile of the vocabulary relative to the tile's own largest logit; the second kernel joins
-the tiles' winners, each moved by how far its tile's largest logit lies below the row's. That needs the logits
-once where a search for the row's maximum first would need them twice. Rows are independent.
+A program draws from a tile of the vocabulary relative to the tile's own largest logit; the second kernel
+joins the tiles' winners, each moved by how far its tile's largest logit lies below the row's. That needs the
+logits once where a search for the row's maximum first would need them twice. Rows are independent.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ NOISE_UNIT = tl.constexpr(UNIT)
 class SlotAdvance:
     """Where a decode step leaves its tokens. slots [N] int64; the others [S] int64.
 
-    last_token[slot] becomes the token; computed_len[slot] and sample_position[slot] grow by one. A slot of S or
-    more is padding and changes nothing.
+    last_token[slot] becomes the token; computed_len[slot] and sample_position[slot] grow by one. A slot of S
+    or more is padding and changes nothing.
     """
 
     slots: Tensor
@@ -110,7 +112,7 @@ def _draw_tile_kernel(
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, tiles): of every tile its largest logit (NaN if it holds one), its winner and the winner's score."""
+    """Grid (N, tiles): a tile's largest logit (NaN if it holds one), its winner and the winner's score."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     if PDL:
@@ -175,10 +177,8 @@ def _join_tiles_kernel(
     has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
     is_valid = (maximum > float("-inf")) & (maximum < float("inf")) & (has_nan == 0)
     base = tl.where(is_valid, maximum, 0.0)
-    if temperature > 0:
-        scores = scores + (maxima - base) / temperature
-    else:
-        scores = maxima
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    scores = tl.where(temperature > 0, scores + (maxima - base) / divisor, maxima)
     best = tl.max(scores, 0)
     token = tl.min(tl.where((scores == best) & is_tile, winners, 0x7FFFFFFF), 0)
     token = tl.where(is_valid, token, 0).to(tl.int64)

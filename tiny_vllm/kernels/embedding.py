@@ -4,6 +4,8 @@ table [vocab, H], token_ids [T] int64 -> [T, H] of the table's type. Moves 2 * T
 The decode step of a GPU gathers rows in its first kernel instead, see `slot_inputs`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

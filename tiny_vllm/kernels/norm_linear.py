@@ -1,24 +1,27 @@
 """Products of few rows: RMSNorm, a matrix, and what follows it, as one kernel that reads the matrix once.
 
-    y = f(rmsnorm(x) W^T + b) + residual        the norm, b, f = silu(gate) * up, and the residual are optional
+    y = f(rmsnorm(x) W^T + b) + residual        the norm, b, f = silu(gate) * up, and the residual are
+    optional
 
 x [M, K], W [N, K] (gated: [2N, K], gate rows then up rows), b one value per row of W, residual and y [M, N].
 norm_weight [K] of any float type. FP32 accumulation, one rounding at the end. Moves 2 * N * K bytes of BF16
 weights for 2 * M * N * K FLOPs: memory-bound for all M this is used with, so reading W is the whole cost.
 
 Design. A program owns some rows of W and the whole of K, so sums have one fixed order and no atomics. Weights
-go straight to registers, two tiles ahead, and are marked evict-first: they are used once, and what the L2 cache
-should keep is activations and keys. The first two tiles are loaded before the wait for the predecessor, which
-takes the latency of memory out of the chain: 894 us per step of a Llama-3.2-1B shape became 714 (H200). Every
-program computes the norm of x again, which costs less than a kernel that does it once.
+go straight to registers, two tiles ahead, and are marked evict-first: they are used once, and what the L2
+cache should keep is activations and keys. The first two tiles are loaded before the wait for the predecessor,
+which takes the latency of memory out of the chain: 894 us per step of a Llama-3.2-1B shape became 714 (H200).
+Every program computes the norm of x again, which costs less than a kernel that does it once.
 
-One row is multiplied by FMA, with a tree sum over the lanes at the end. From two rows on, tensor cores take the
-weights as their 16-row operand and the rows of x, padded to 8 or 16, as columns; the warps split K among them
-(a batched product whose batch is the warps), so that few rows of W per program still occupy every warp.
+One row is multiplied by FMA, with a tree sum over the lanes at the end. From two rows on, tensor cores take
+the weights as their 16-row operand and the rows of x, padded to 8 or 16, as columns; the warps split K among
+them (a batched product whose batch is the warps), so that few rows of W per program still occupy every warp.
 
 Rejected: split-K over programs (needs atomics or another kernel), staging weights through shared memory with
 one row (another trip, and a small matrix has no steady state that a pipeline could reach).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ ONE_ROW_TALL_MATRIX = (32768, 2)
 # At least this many programs if the matrix has the rows for them: about two per multiprocessor of an H200.
 MIN_PROGRAMS = 256
 
-# Several rows. 16 rows of W are one operand of the tensor cores; 8 warps split a tile of K.
-# (most rows of x, values of K per tile), halved if there are two matrices: a thread holds two tiles of weights
-# (2 x 32 registers) and one of x (32 or 64 in FP32).
+# Several rows. 16 rows of W are one operand of the tensor cores; 8 warps split a tile of K. (most rows of x,
+# values of K per tile), halved if there are two matrices: a thread holds two tiles of weights (2 x 32
+# registers) and one of x (32 or 64 in FP32).
 DOT_WARPS = 8
 DOT_BLOCK_N = 16
 DOT_TILES = ((8, 1024), (16, 512), (64, 256))
@@ -194,7 +197,7 @@ def small_products(
     squares = tl.zeros((BLOCK_M,), tl.float32)
     scale = squares
     if SCALE_FIRST:
-        for tile in tl.static_range(NUM_TILES):
+        for tile in tl.range(NUM_TILES):
             inputs = load_inputs(x_ptr, num_rows, tile * BLOCK_K, K, BLOCK_M, BLOCK_K, NUM_SPLITS)
             squares += tl.sum(tl.sum(inputs * inputs, 2), 0)
         scale = tl.rsqrt(squares / K + eps)
@@ -283,7 +286,7 @@ def _norm_linear_kernel(
 
 
 def choose_tiles(num_rows: int, num_columns: int, K: int, num_matrices: int) -> dict[str, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, NUM_SPLITS and num_warps. num_columns: programs share these; K: in features."""
+    """BLOCK_M, BLOCK_N, BLOCK_K, NUM_SPLITS and num_warps. num_columns: what programs share."""
     if num_rows == 1:
         limit, num_warps = next((value for top, value in ONE_ROW_TILES if top >= K), ONE_ROW_TILES[0][1])
         block_k = _fit(K, limit)
@@ -308,7 +311,7 @@ def choose_tiles(num_rows: int, num_columns: int, K: int, num_matrices: int) -> 
 
 
 def _fit(K: int, limit: int) -> int:
-    """A tile length up to the limit: one tile if it holds K, else the longest that pads K by an eighth at most."""
+    """A tile length up to the limit: one tile if it holds K, else the longest padding K by an eighth."""
     if limit >= K:
         return max(next_power_of_2(K), 16)
     length = limit

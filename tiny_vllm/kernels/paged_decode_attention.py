@@ -7,13 +7,13 @@ out [B, Hq, D] of q's type. Scores, softmax and sums are FP32; out is rounded on
 Moves 2 * sum(context_lens) * Hkv * D values for 4 * sum(context_lens) * Hq * D FLOPs: memory-bound.
 
 The Triton kernel takes a program per sequence, KV head and part of the context, and a second kernel joins the
-parts. The query heads of a KV head are rows of one tensor-core product, so keys are read once. How a context is
-split depends on its length alone, never on the batch, so a sequence's result does not either; the grid depends
-on neither (programs without work leave at once), so one CUDA graph serves all lengths. Keys and values of
-earlier steps are loaded before the wait for the preceding kernel. Joining in the last program to arrive instead
-of a second kernel was 45 us slower per step (16 layers, H200): a serial tail behind an atomic.
-Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; pages, Kwon et al. 2023,
-arXiv 2309.06180.
+parts. The query heads of a KV head are rows of one tensor-core product, so keys are read once. How a context
+is split depends on its length alone, never on the batch, so a sequence's result does not either; the grid
+depends on neither (programs without work leave at once), so one CUDA graph serves all lengths. Keys and
+values of earlier steps are loaded before the wait for the preceding kernel. Joining in the last program to
+arrive instead of a second kernel was 45 us slower per step (16 layers, H200): a serial tail behind an atomic.
+Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; pages, Kwon et al. 2023, arXiv
+2309.06180.
 
 `paged_decode_attention_ref` is the algorithm in view: one pass over tiles of keys with a running maximum and
 sum. On a CPU the op gathers the context once, and the query heads of one KV head are the rows of one product:
@@ -22,6 +22,8 @@ gathered context outgrows the first cache levels. Two cores, 3 KV heads of 64, B
 against 79; 4 x 512 123 against 127; 16 x 512 472 against 329. Padding all sequences to the longest would let
 one long context slow down every short one, so lengths far apart are attended in groups.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ DecodeContext = GatheredContext | PagedContext
 def prepare_decode_attention(
     page_table: Tensor, context_lens: Tensor, num_kv_heads: int, page_size: int, dtype: torch.dtype
 ) -> list[DecodeContext]:
-    """page_table [B, W], context_lens [B], both int64; dtype: of q and the caches. Empty without sequences."""
+    """page_table [B, W], context_lens [B], both int64; dtype: of q and caches. Empty without sequences."""
     if runs_triton(page_table):
         return [PagedContext(page_table, context_lens)] if len(context_lens) else []
     lens = context_lens.tolist()

@@ -19,6 +19,8 @@ itself from query_starts: the host need not know the lengths. Key tiles that all
 on the diagonal come last.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -47,9 +49,9 @@ MAX_TILE_SCORES = 1 << 22
 
 # On a GPU: (largest padded head size, (rows, keys, warps, stages)) of a tile. Rows are 64 per warpgroup of 4
 # warps, what a Hopper tensor-core instruction takes; FP32 outputs and scores of a row are BLOCK_DIM + keys
-# registers over a row's threads, which bounds the keys as heads grow. Stages of K and V tiles in shared memory:
-# 2 x (64 + 64) keys of 128 values are 64 KB, two programs per multiprocessor.
-TILES_16_BIT = ((64, (128, 128, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 64, 4, 2)))
+# registers over a row's threads, which bounds the keys as heads grow. Stages of K and V tiles in shared
+# memory: 2 x (64 + 64) keys of 128 values are 64 KB, two programs per multiprocessor.
+TILES_16_BIT = ((64, (128, 128, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2)))
 # FP32 products have no tensor cores: small tiles.
 TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -204,7 +206,8 @@ def _attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float
 
 @jit
 def _attend_keys(
-    q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
+    q, maximum, total, output,
+    k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +265,8 @@ def _prefill_attention_kernel(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are empty.
+    # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are
+    # empty.
     index = tl.arange(0, BLOCK_SEQUENCES)
     is_sequence = index < num_sequences
     all_starts = tl.load(query_starts_ptr + index, mask=is_sequence, other=0).to(tl.int32)
@@ -287,7 +291,8 @@ def _prefill_attention_kernel(
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_places, mask=mask, other=0.0)
 
-    # All rows see the keys from `shared_start` to `shared_end`, whole tiles; masks are for those before and after.
+    # All rows see the keys from `shared_start` to `shared_end`, whole tiles; masks are for those before and
+    # after.
     first_position = context_len - query_end + first_query
     last_position = tl.minimum(first_position + QUERIES, context_len) - 1
     begin = 0
@@ -348,8 +353,8 @@ def attend_chunks(
 ) -> Tensor:
     """The kernel: q [T, Hq, D] -> [T, Hq, D].
 
-    page_table [S, W], query_starts [S + 1] and context_lens [S], int32 or int64. window: a query sees that many
-    newest tokens, itself included.
+    page_table [S, W], query_starts [S + 1] and context_lens [S], int32 or int64. window: a query sees that
+    many newest tokens, itself included.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape

@@ -3,9 +3,12 @@
 x [M, K] -> q [M, Hq, D]; k and v of the M tokens go to their cells. See `norm_linear` for the product and
 `rope` for the rotation and the caches. Moves the QKV matrix once: (Hq + 2 Hkv) * D * K values.
 
-A program owns pairs of rows (i, i + R/2) of heads, because a rotation mixes exactly these; dimensions that are
-not rotated are paired up among themselves and turned by nothing. More than a few tokens take separate kernels.
+A program owns pairs of rows (i, i + R/2) of heads, because a rotation mixes exactly these; dimensions that
+are not rotated are paired up among themselves and turned by nothing. More than a few tokens take separate
+kernels.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

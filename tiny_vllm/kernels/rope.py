@@ -13,6 +13,8 @@ computes it once per step. The Triton kernel reads positions and cells itself; a
 one token, so that small batches spread over the GPU too.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Heads per program and warps: with heads of 128, 1 KB of loads per warp in flight, enough programs at one token.
+# Heads per program and warps: with heads of 128, 1 KB of loads per warp in flight, enough programs at one
+# token.
 HEADS_PER_PROGRAM = 4
 NUM_WARPS = 2
 

@@ -5,13 +5,15 @@ For row b with slot s = slots[b]:
     cell = page_table[s, position // page_size] * page_size + position % page_size
     keys[b] = noise keys of (stream[s], sample_position[s]), see `sampling_noise`
 
-slots [B]; last_token, computed_len, stream, sample_position [S] int64; page_table [S, W] int32 or int64. A slot of
-S or more is padding, which lets a graph made for B rows serve fewer: such a row computes with token 0 at
-position 0 of the null page, and its results mean nothing. Moves B * H values.
+slots [B]; last_token, computed_len, stream, sample_position [S] int64; page_table [S, W] int32 or int64. A
+slot of S or more is padding, which lets a graph made for B rows serve fewer: such a row computes with token 0
+at position 0 of the null page, and its results mean nothing. Moves B * H values.
 
-It is launched without programmatic dependence, and so is the next kernel: everything it writes, and everything
-earlier steps wrote, may then be read by all later kernels of the step before their waits.
+It is launched without programmatic dependence, and so is the next kernel: everything it writes, and
+everything earlier steps wrote, may then be read by all later kernels of the step before their waits.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ kernels wait, so a kernel that has waited knows that everything before it is com
 kernels are launched without PDL: what the first one computes may then be read before any later wait.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -39,7 +41,7 @@ except ImportError:
         """Stands for `triton.jit`: the kernel exists, and nothing can launch it."""
         return function
 
-    class tl:  # noqa: N801
+    class tl:  # type: ignore[no-redef]
         """Stands for `triton.language` where module-level constants are made."""
 
         @staticmethod
@@ -116,7 +118,8 @@ def _compile_errors() -> tuple[type[Exception], ...]:
 
 @jit
 def wait_for_predecessor():
-    """Wait until the preceding kernel is complete and its stores are visible. Nothing that reads them may move
+    """Wait until the preceding kernel is complete and its stores are visible. Nothing that reads them may
+    move
     above this, hence the memory clobber, which Triton's own `gdc_wait` lacks."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1

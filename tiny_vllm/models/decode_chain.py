@@ -1,9 +1,9 @@
 """A decode step on a GPU as one chain of kernels: from the slots' last tokens to their next ones.
 
-Nothing in it depends on the host, and all shapes are fixed by the number of rows, so a step can be captured as a
-CUDA graph and replayed: per layer QKV with rotation and cache write, attention in two kernels, output product,
-gate and up, down; before them a gather from the slot tables, after them the LM head and the draw. With up to
-MAX_SMALL_ROWS rows the kernels overlap by programmatic dependent launch where the GPU has it.
+Nothing in it depends on the host, and all shapes are fixed by the number of rows, so a step can be captured
+as a CUDA graph and replayed: per layer QKV with rotation and cache write, attention in two kernels, output
+product, gate and up, down; before them a gather from the slot tables, after them the LM head and the draw.
+With up to MAX_SMALL_ROWS rows the kernels overlap by programmatic dependent launch where the GPU has it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class DecodeChain:
     ) -> ChainResult:
         """Compute the next token of each slot in `slots` [B] int64 and write it to `state`.
 
-        temperature: [S] FP32, one per slot. max_context_len: no context of this step, or of any replay of it, is
-        longer; it only spares programs. Pages for the new tokens must be in the page table.
+        temperature: [S] FP32, one per slot. max_context_len: no context of this step, or of any replay of it,
+        is longer; it only spares programs. Pages for the new tokens must be in the page table.
         """
         inputs, logits = self._forward(state, slots, max_context_len)
         advance = SlotAdvance(slots, state.last_token, state.computed_len, state.sample_position)

@@ -1,7 +1,7 @@
 """These tests run on a GPU at real sizes or, with TRITON_INTERPRET=1, on the CPU at small ones.
 
-All are marked `gpu`, because Triton decides how to run kernels when it is imported: the default run starts them
-in processes of their own, see test_interpreted.py.
+All are marked `gpu`, because Triton decides how to run kernels when it is imported: the default run starts
+them in processes of their own, see test_interpreted.py.
 """
 
 from __future__ import annotations

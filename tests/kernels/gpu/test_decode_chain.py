@@ -1,4 +1,4 @@
-"""Whole decode steps through the kernels against the decoder's torch path, from the same weights and pages."""
+"""Whole decode steps through the kernels against plain torch, from the same weights and pages."""
 
 from __future__ import annotations
 
@@ -178,6 +178,7 @@ def test_more_rows_than_the_small_kernels_take(device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
 @pytest.mark.parametrize("use_pdl", pdl_options())
 @pytest.mark.parametrize("rows", [1, 4])
+@torch.inference_mode()
 def test_a_replayed_graph_repeats_bit_for_bit(device: torch.device, rows: int, use_pdl: bool) -> None:
     setup = Setup(torch.bfloat16, device, use_pdl)
     slots = torch.arange(rows, device=device)

@@ -11,8 +11,8 @@ from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 
 pytestmark = pytest.mark.gpu
 
-# Of the largest sum of magnitudes of a row's terms: what rounding the input to a product and the result costs.
-# FP32: K terms and a chain of a few operations. The interpreter cuts BF16 off where a GPU rounds.
+# Of the largest sum of magnitudes of a row's terms: what rounding the input to a product and the result
+# costs. FP32: K terms and a chain of a few operations. The interpreter cuts BF16 off where a GPU rounds.
 TOLERANCES = {
     torch.float32: 64 * 2**-24,
     torch.bfloat16: 2**-7 if INTERPRETED else 2**-8,
@@ -32,7 +32,7 @@ SHAPES = (
         "lm_head_1b": (128256, 2048),
     }
 )
-ROWS = (1, 2, 5, 16) if INTERPRETED else (1, 2, 3, 4, 8, 11, 16)
+ROWS = (1, 5, 16) if INTERPRETED else (1, 2, 3, 4, 8, 11, 16)
 EPS = 1e-5
 
 
