@@ -1,18 +1,18 @@
 """The decode step of a few sequences as one function that all CPU threads run together.
 
-    per layer:  x += W_o attention(rope(W_qkv norm(x)));   x += W_down (silu(gate) * up), gate, up = W_gu norm(x)
+    per layer:  x += W_o attention(rope(W_qkv norm(x)));  gate, up = W_gu norm(x);  x += W_d (silu(gate) up)
     at the end: logits = W_head norm(x)
 
-One new token for each of M <= MAX_ROWS sequences; shapes are in `decode.CPUDecode`. BF16 or FP32 storage, FP32
-accumulation, rounding wherever the plain path stores a tensor, so that the two differ by the order of sums
-alone (and inside attention, where the plain path rounds probabilities to BF16). A result has the same bits
-every time, for every number of threads, and whatever runs beside it.
+One new token for each of M <= MAX_ROWS sequences; shapes are in `decode.CPUDecode`. BF16 or FP32 storage,
+FP32 accumulation, rounding wherever the plain path stores a tensor, so that the two differ by the order of
+sums alone (and within attention, where the plain path rounds probabilities to BF16). A result has the same
+bits every time, for every number of threads, and whatever runs beside it.
 Moves the weights once, and K and V of every context token: memory-bound, 2 FLOPs per weight and row.
-SmolLM2-135M in BF16 reads 269 MB a step; two Zen 5 cores that sum a large buffer at 49 GB/s need 4.4 ms for the
-212 MB of its layers, 98 % of that limit, where some 900 torch operators take 9.6 ms.
+SmolLM2-135M in BF16 reads 269 MB a step, 212 of them in its layers. Two Zen 5 cores that sum a large buffer
+at 49 GB/s compute the layers in 4.4 ms, 97 % of that limit, where some 900 torch operators take 9.6.
 
-- `tape`: weights in the order of reading, so that each thread reads few long runs. They exist twice then, here
-  and packed by oneDNN for prompts and larger batches: 269 MB more for SmolLM2-135M in BF16.
+- `tape`: weights in the order of reading, so that each thread reads few long runs. They exist twice then,
+  here and packed by oneDNN for prompts and larger batches: 269 MB more for SmolLM2-135M in BF16.
 - `step`: the function; threads split every phase by fixed ranges and meet at five barriers per layer. Context
   chunks have fixed borders, and every thread joins their online softmax (arXiv 1805.02867) for itself.
 - `products`, `intrinsics`: inner loops as LLVM vectors, what numba cannot say.
