@@ -8,8 +8,8 @@ FP32 accumulation, rounding wherever the plain path stores a tensor, so that the
 sums alone (and within attention, where the plain path rounds probabilities to BF16). A result has the same
 bits every time, for every number of threads, and whatever runs beside it.
 Moves the weights once, and K and V of every context token: memory-bound, 2 FLOPs per weight and row.
-SmolLM2-135M in BF16 reads 269 MB a step, 212 of them in its layers. Two Zen 5 cores that sum a large buffer
-at 49 GB/s compute the layers in 4.4 ms, 97 % of that limit, where some 900 torch operators take 9.6.
+SmolLM2-135M in BF16 reads 269 MB a step, 212 of them in its layers. Two Zen 5 cores compute the layers in
+4.4 ms (48 GB/s; sums of a large buffer read 43 to 50), where some 900 torch operators take 9.6.
 
 - `tape`: weights in the order of reading, so that each thread reads few long runs. They exist twice then,
   here and packed by oneDNN for prompts and larger batches: 269 MB more for SmolLM2-135M in BF16.
@@ -18,10 +18,10 @@ at 49 GB/s compute the layers in 4.4 ms, 97 % of that limit, where some 900 torc
 - `products`, `intrinsics`: inner loops as LLVM vectors, what numba cannot say.
 - `pool`: the threads. They sleep between steps. `decode`: all of it as an object.
 
-Rejected: numba's own parallel loops (a fork and join per phase, seconds of compilation); plain numba loops
-(indexing with possibly negative numbers keeps loops scalar: 512 tokens of context cost 10 ms instead of 0.7);
-the LM head left to oneDNN (OpenMP's threads spin on after it and slow down the next step: 74 tokens/s against
-147). The first use compiles for some 5 s; numba keeps the code on disk, and loads it in 0.3 s.
+Rejected: numba's own parallel loops (a fork and join per phase, more compilation); plain numba indexing, whose
+test for negative numbers keeps loops scalar; OpenMP between the steps, for the LM head or for sampling: its
+threads spin on for milliseconds and slow down the next step (single stream: some 75 tokens/s against 147).
+The first use compiles for some seconds; numba keeps the code on disk and then loads it in a fraction of one.
 Needs numba, which is imported only when a step is built.
 """
 
