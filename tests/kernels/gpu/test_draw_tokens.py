@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, _launch_draw_tokens, draw_tokens_ref
+from tiny_vllm.kernels.sampling import SamplingRows, sample, sample_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState, _launch_read_slots, read_slots_ref
 from tiny_vllm.kernels.triton_support import INTERPRETED
@@ -94,3 +95,20 @@ def test_the_next_tokens_move_the_slots_on_and_padding_moves_none(device: torch.
         assert state.last_token.tolist() == [43, 30, 41]
         assert state.computed_len.tolist() == [6, 0, 12]
         assert state.sample_position.tolist() == [1, 1000, 4]
+
+
+@pytest.mark.parametrize("top_k", [3000, 5], ids=["unfiltered", "filtered"])
+def test_sampling_gives_the_same_tokens_with_and_without_the_kernels(
+    device: torch.device, top_k: int
+) -> None:
+    logits, rows = 3 * torch.randn(4, 3000, device=device), 4
+    params = SamplingRows(
+        temperature=torch.tensor([0.0, 0.7, 1.0, 2.0], device=device),
+        top_k=torch.tensor([3000, 3000, top_k, 3000], device=device),
+        top_p=torch.ones(rows, device=device),
+        min_p=torch.zeros(rows, device=device),
+        keys=random_keys(rows, device),
+    )
+    expected, _ = sample_ref(logits, params)
+    tokens, is_valid = sample(logits, params)
+    assert torch.equal(tokens, expected) and is_valid.all()
