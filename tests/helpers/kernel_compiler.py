@@ -38,12 +38,14 @@ class _Driver:
         from triton.backends.compiler import GPUTarget
 
         self._target = GPUTarget("cuda", capability, 32)
+        # Compiled kernels are remembered by device.
+        self._device = capability
 
     def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0

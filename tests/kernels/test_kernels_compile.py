@@ -68,6 +68,7 @@ def test_a_gpu_without_dependent_launch_and_fp32() -> None:
     with compiling(capability=80) as kernels:
         decode_chain(1, use_pdl=False)
         decode_chain(4, torch.float32, use_pdl=False)
+    assert kernels and all(".target sm_80" in kernel.ptx for kernel in kernels)
     assert not any("griddepcontrol" in kernel.ptx for kernel in kernels)
 
 
