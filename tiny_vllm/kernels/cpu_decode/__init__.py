@@ -18,9 +18,9 @@ SmolLM2-135M in BF16 reads 269 MB a step, 212 of them in its layers. Two Zen 5 c
 - `products`, `intrinsics`: inner loops as LLVM vectors, what numba cannot say.
 - `pool`: the threads. They sleep between steps. `decode`: all of it as an object.
 
-Rejected: numba's own parallel loops (a fork and join per phase, more compilation); plain numba indexing, whose test
-for negative numbers keeps loops scalar; OpenMP between the steps, for the LM head or for sampling: its
-threads spin on for milliseconds and slow down the next step (single stream: some 75 tokens/s against 147).
+Rejected: numba's own parallel loops (a fork and join per phase, more compilation); plain numba indexing,
+whose test for negative numbers keeps loops scalar; OpenMP between the steps, for the LM head or for sampling:
+its threads spin on for milliseconds and slow down the next step (single stream: 75 tokens/s against 147).
 The first use compiles for some seconds; numba keeps the code on disk and then loads it in a fraction of one.
 Needs numba, which is imported only when a step is built.
 """
