@@ -18,11 +18,16 @@ from tiny_vllm.config import (
     choose_fused_cpu_decode,
     resolve,
 )
+from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
 from tiny_vllm.engine.sampler import Sampler
+from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.kernels.cpu_decode import has_numba
+from tiny_vllm.kernels.slot_inputs import SlotState
+from tiny_vllm.kernels.triton_support import runs_triton
+from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
@@ -85,26 +90,29 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     dtype = getattr(torch, config.dtype)
     spec = checkpoint.spec
     weights = load_weights(checkpoint, dtype=dtype, device=device, seed=config.seed, progress=progress)
-    runner = Runner(
-        Decoder(
-            spec,
-            weights,
-            max_model_len=config.max_model_len,
-            fused_cpu_decode=bool(config.fused_cpu_decode),
-        ),
-        KVCache.allocate(
-            spec,
-            num_pages=config.num_pages + 1,  # the null page comes on top
-            page_size=config.page_size,
-            dtype=dtype,
-            device=device,
-        ),
-        Sampler(config.max_num_seqs, spec.vocab_size, device),
-        num_slots=config.max_num_seqs,
-        max_pages=-(-config.max_model_len // config.page_size),
+    kv_cache = KVCache.allocate(
+        spec,
+        num_pages=config.num_pages + 1,  # the null page comes on top
         page_size=config.page_size,
+        dtype=dtype,
         device=device,
     )
+    table = SlotTable(config.max_num_seqs, -(-config.max_model_len // config.page_size), device)
+    sampler = Sampler(config.max_num_seqs, spec.vocab_size, device)
+    # The decoder takes the weights apart; on a GPU the chain goes on using the same tensors.
+    has_kernels = runs_triton(kv_cache.k) and device.type == "cuda"
+    kept = replace(weights, layers=list(weights.layers)) if has_kernels else None
+    decoder = Decoder(
+        spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
+    )
+    graphs = None
+    if kept is not None:
+        state = SlotState(
+            table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
+        )
+        chain = DecodeChain(spec, kept, decoder.cos_sin, kv_cache)
+        graphs = DecodeGraphs(chain, state, sampler.temperature, capture=not config.enforce_eager)
+    runner = Runner(decoder, kv_cache, sampler, table, page_size=config.page_size, graphs=graphs)
     return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.engine.batch import build_batch
+from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.plan import StepPlan, StepResult
 from tiny_vllm.engine.sampler import Sampler, SlotSampling, prompt_logprobs
 from tiny_vllm.engine.slot_table import SlotTable
@@ -41,7 +42,7 @@ def _one_torch_thread(is_wanted: bool) -> Iterator[None]:
 class Runner:
     """Executes plans on one device.
 
-    num_slots: rows of the slot table. max_pages: most pages of one sequence. page_size: tokens.
+    page_size: tokens. graphs: how a GPU runs steps of decodes alone; None runs them like all others.
     """
 
     def __init__(
@@ -49,23 +50,25 @@ class Runner:
         decoder: Decoder,
         kv_cache: KVCache,
         sampler: Sampler,
+        table: SlotTable,
         *,
-        num_slots: int,
-        max_pages: int,
         page_size: int,
-        device: torch.device,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._sampler = sampler
+        self._table = table
         self._page_size = page_size
-        self._table = SlotTable(num_slots, max_pages, device)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot
         table."""
         self._edit(plan)
+        if self._graphs is not None and not plan.chunks:
+            return self._replay(self._graphs, plan)
         batch = build_batch(plan, self._table, self._page_size)
         hidden = self._decoder.forward(batch, self._kv_cache)
         slots, rows = self._sampling_rows(plan)
@@ -92,6 +95,18 @@ class Runner:
             )
         self._table.edit_pages(plan.page_edits)
 
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult:
+        slots = plan.decode_slots
+        capacity = max(self._table.num_pages[slot] for slot in slots) * self._page_size
+        if not self._sampler.need_logits(slots):
+            tokens, is_valid = graphs.draw(slots, capacity)
+            return StepResult(
+                [token if valid else None for token, valid in zip(tokens, is_valid, strict=True)]
+            )
+        result = self._draw(graphs.logits(slots, capacity), slots)
+        self._advance(plan, slots, result)
+        return result
+
     @staticmethod
     def _sampling_rows(plan: StepPlan) -> tuple[list[int], list[int]]:
         """Slots that get a token, and the batch rows of their logits."""
@@ -110,7 +125,9 @@ class Runner:
             return StepResult(token_ids=[])
         if len(rows) != hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self._decoder.logits(hidden)
+        return self._draw(self._decoder.logits(hidden), slots)
+
+    def _draw(self, logits: Tensor, slots: list[int]) -> StepResult:
         with _one_torch_thread(self._decoder.fused_decode is not None and len(slots) <= MAX_ROWS):
             sampled = self._sampler.sample(logits, slots)
         token_ids: list[int | None] = list(sampled.token_ids)

@@ -58,7 +58,11 @@ class SampledTokens:
 
 
 class Sampler:
-    """Sampling state of all slots. A slot is assigned, sampled from step after step, and released."""
+    """Sampling state of all slots. A slot is assigned, sampled from step after step, and released.
+
+    temperature [slots] FP32; stream, position [slots] I64: seeds and output positions of the random streams.
+    A step that draws on the device reads them there and advances `position` itself.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size
@@ -67,29 +71,30 @@ class Sampler:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots, dtype=dtype, device=self._device)
 
-        self._temperature = column(torch.float32)
+        self.temperature = column(torch.float32)
         self._top_k = column(torch.int64)
         self._top_p = column(torch.float32)
         self._min_p = column(torch.float32)
-        self._stream = column(torch.int64)
-        self._position = column(torch.int64)
+        self.stream = column(torch.int64)
+        self.position = column(torch.int64)
         self._penalties = torch.zeros(num_slots, 3, dtype=torch.float32, device=self._device)
         self._seen = SeenTokens(num_slots, self._device)
         self._penalised: set[int] = set()
         self._constraints: dict[int, TokenConstraints] = {}
         self._num_logprobs: dict[int, int] = {}
+        self._special: set[int] = set()
 
     @torch.inference_mode()
     def assign(self, slot: int, sampling: SlotSampling) -> None:
         """Give a slot to a sequence. Ids in allowed_token_ids and logit_bias must be in the vocabulary."""
         self.release(slot)
         params = sampling.params
-        self._temperature[slot] = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
+        self.temperature[slot] = 0.0 if params.is_greedy else min(params.temperature, MAX_TEMPERATURE)
         self._top_k[slot] = min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
-        self._stream[slot] = stream_of_seed(sampling.seed)
-        self._position[slot] = len(sampling.output_token_ids)
+        self.stream[slot] = stream_of_seed(sampling.seed)
+        self.position[slot] = len(sampling.output_token_ids)
         if params.uses_penalties:
             repetition = min(max(params.repetition_penalty, 1 / MAX_REPETITION), MAX_REPETITION)
             self._penalties[slot] = torch.tensor(
@@ -108,12 +113,22 @@ class Sampler:
             )
         if params.logprobs is not None:
             self._num_logprobs[slot] = _count_top(params.logprobs, self._vocab_size)
+        filters = not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        if filters or any(
+            slot in users for users in (self._penalised, self._constraints, self._num_logprobs)
+        ):
+            self._special.add(slot)
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence; releasing a free slot does nothing."""
         self._penalised.discard(slot)
         self._constraints.pop(slot, None)
         self._num_logprobs.pop(slot, None)
+        self._special.discard(slot)
+
+    def need_logits(self, slots: list[int]) -> bool:
+        """Whether any of these slots needs more than its temperature to draw a token."""
+        return not self._special.isdisjoint(slots)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, slots: list[int]) -> SampledTokens:
@@ -133,7 +148,7 @@ class Sampler:
             self._apply_penalties(logits, penalised, slots)
         slot_ids = torch.tensor(slots, device=self._device)
         tokens, is_valid = sample(logits, self._select(slot_ids))
-        self._position[slot_ids] += 1
+        self.position[slot_ids] += 1
         if penalised:
             self._seen.record([slots[row] for row in penalised], tokens[penalised])
         token_ids: list[int] = tokens.tolist()
@@ -147,11 +162,11 @@ class Sampler:
 
     def _select(self, slot_ids: torch.Tensor) -> SamplingRows:
         return SamplingRows(
-            temperature=self._temperature[slot_ids],
+            temperature=self.temperature[slot_ids],
             top_k=self._top_k[slot_ids],
             top_p=self._top_p[slot_ids],
             min_p=self._min_p[slot_ids],
-            keys=noise_keys(self._stream[slot_ids], self._position[slot_ids]),
+            keys=noise_keys(self.stream[slot_ids], self.position[slot_ids]),
         )
 
     def _apply_penalties(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
