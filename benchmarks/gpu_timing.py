@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,10 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.machine = {
+            "date": date.today().isoformat(),
+            "command": " ".join(sys.argv),
+            "driver": _driver_version(),
+            "python": platform.python_version(),
             "gpu": torch.cuda.get_device_name(),
             "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
             "torch": torch.__version__,
@@ -112,3 +120,13 @@ class Report:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             content = {"machine": self.machine, "failures": self.failures, "rows": self.rows}
             self._path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _driver_version() -> str:
+    """As nvidia-smi says it; "unknown" where that is not to be had."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return output.split()[0] if output.split() else "unknown"

@@ -84,7 +84,10 @@ def test_equals_the_operators_it_fuses(
 
     if dtype == torch.bfloat16 and not INTERPRETED:
         reference = norm_linear_ref(x, weight, **options)
-        assert (actual.double() - expected).norm() <= 1.1 * (reference.double() - expected).norm() + 1e-6
+        # Two independent roundings of n values have error norms that differ by chance: each has a relative
+        # spread of about 1 / sqrt(2 n), so three standard deviations of their difference are 3 / sqrt(n).
+        slack = 1.1 + 3 / actual.numel() ** 0.5
+        assert (actual.double() - expected).norm() <= slack * (reference.double() - expected).norm() + 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 4])
