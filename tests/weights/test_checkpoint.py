@@ -207,7 +207,7 @@ def test_a_missing_tokenizer_is_refused_when_it_is_needed(directory: Path) -> No
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(single: Path, tmp_path: Path) -> None:
-    refused(single, str(tmp_path / "absent"), tokenizer=str(tmp_path / "absent"))
+    refused(single, f"there is no tokenizer at '{tmp_path}/absent'", tokenizer=str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])
@@ -230,6 +230,20 @@ def test_dummy_weights_of_the_bundled_model() -> None:
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "there is no model at", "absent")
     refused(tmp_path / "absent.gguf", "there is no model at", "absent.gguf")
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "the name of the {} is empty"),
+        ("x" * 5000, "{} 'xxx.*cannot be opened: File name too long"),
+        ("~nobody-of-this-name/model", "{} '~nobody-of-this-name/model' cannot be opened: "),
+    ],
+)
+def test_a_name_that_cannot_be_a_path_is_refused(what: str, name: str, message: str, single: Path) -> None:
+    with pytest.raises(ModelError, match=message.format(what)):
+        open_checkpoint(**{"model": str(single), what: name})
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path) -> None:

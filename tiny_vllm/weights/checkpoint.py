@@ -73,7 +73,7 @@ def open_checkpoint(
     """
     if load_format not in FORMATS:
         raise ConfigError(f"load_format is {load_format!r}, but must be one of {', '.join(FORMATS)}")
-    path = bundled_model_path() if model is None else _resolve(model, weights=load_format != "dummy")
+    path = bundled_model_path() if model is None else _resolve("model", model, weights=load_format != "dummy")
     gguf = _gguf_path(path)
     if gguf is not None and load_format == "safetensors":
         raise ModelError(
@@ -94,13 +94,19 @@ def open_checkpoint(
     return checkpoint if tokenizer is None else _with_tokenizer(checkpoint, tokenizer)
 
 
-def _resolve(name: str, *, weights: bool) -> Path:
-    """An existing path, fetched from the hub if the name is none."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+def _resolve(what: str, name: str, *, weights: bool) -> Path:
+    """An existing path, fetched from the hub if the name is none. what: "model" or "tokenizer"."""
+    if not name:
+        raise ModelError(f"the name of the {what} is empty", hint=f"name a path or leave {what} out")
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of ~ is not known
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{what} {name!r:.80} cannot be opened: {reason}", hint="check the path") from None
     if not is_hub_id(name):
-        raise ModelError(f"there is no model at {name!r}", hint="check the path")
+        raise ModelError(f"there is no {what} at {name!r}", hint="check the path")
     return fetch_model(name, weights=weights)
 
 
@@ -173,7 +179,7 @@ def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
 
 def _with_tokenizer(checkpoint: Checkpoint, tokenizer: str) -> Checkpoint:
     """Use another tokenizer; its end-of-sequence tokens join the model's."""
-    path = _resolve(tokenizer, weights=False)
+    path = _resolve("tokenizer", tokenizer, weights=False)
     gguf = _gguf_path(path)
     if gguf is not None:
         file = GGUFFile(gguf)
