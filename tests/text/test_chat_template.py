@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tiny_vllm.errors import ModelError, RequestError
+from tiny_vllm.errors import RequestError
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.tokenizer import Tokenizer
 
@@ -56,7 +56,8 @@ def test_the_templates_own_words_reach_the_client() -> None:
         (USER, "must be a list"),
         ([], "messages is empty"),
         (["hi"], r"messages\[0\] is of type str"),
-        ([{"content": "hi"}], r"messages\[0\] has role None"),
+        ([{"content": "hi"}], r"messages\[0\] has no role"),
+        ([USER, {}], r"messages\[1\] has no role"),
         ([{"role": 3, "content": "hi"}], r"messages\[0\] has role 3"),
         ([USER, {"role": "user"}], r"messages\[1\] has no content"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content is of type int"),
@@ -139,9 +140,17 @@ def test_a_template_that_trips_is_a_request_error(source: str) -> None:
         template(source).render([USER])
 
 
-def test_a_template_that_is_not_jinja_is_a_model_error() -> None:
-    with pytest.raises(ModelError, match="not valid Jinja: line 1"):
-        template("{% for %}")
+@pytest.mark.parametrize("source", ["{% for %}", "{{ messages | no_such_filter }}"])
+def test_a_template_that_is_not_jinja_refuses_conversations_only(source: str) -> None:
+    broken = template(source)
+    for content in ("hi", [{"type": "text", "text": "hi"}]):
+        with pytest.raises(RequestError, match=r"is not valid Jinja: line 1: .*\nhint: repair"):
+            broken.render([{"role": "user", "content": content}])
+
+
+def test_a_broken_tool_template_refuses_conversations() -> None:
+    with pytest.raises(RequestError, match="not valid Jinja"):
+        template(PLAIN, tool_source="{% for %}").render([USER])
 
 
 def test_the_bundled_template_renders_as_transformers_does(bundled_tokenizer: Tokenizer) -> None:

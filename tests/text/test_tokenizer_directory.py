@@ -148,6 +148,14 @@ def test_the_chat_template_is_found_wherever_it_is(
     assert (template and template.render(MESSAGES)) == expected
 
 
+def test_a_broken_chat_template_is_no_obstacle_to_plain_text(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    write(tmp_path, byte_level_tokenizer, tokenizer_config={"chat_template": "{% for %}"})
+    tokenizer = load_tokenizer_directory(tmp_path)
+    assert tokenizer.encode("hi") == byte_level_tokenizer.encode("hi")
+
+
 def test_a_tool_template_serves_conversations_with_tools(
     tmp_path: Path, byte_level_tokenizer: Tokenizer
 ) -> None:

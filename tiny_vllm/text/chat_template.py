@@ -4,42 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tiny_vllm.errors import ModelError, RequestError
+from tiny_vllm.errors import RequestError
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template, compiled when it is first used: a broken one is no obstacle to plain prompts.
 
     source: Jinja, with what chat templates expect: loop controls, `raise_exception`, `strftime_now`, a
     `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
     tool_source: the template to use when tools are given, if there is a separate one.
     special_tokens: variables of the template, for example {"bos_token": "<s>"}.
-    takes_tools: whether tools reach the prompt. Raises ModelError for a template that is not valid Jinja.
     """
 
     def __init__(
         self, source: str, *, tool_source: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self.source = source
+        self.tool_source = tool_source
         self.special_tokens = dict(special_tokens or {})
-        environment = _environment()
-        try:
-            self._template = environment.from_string(source)
-            self._tool_template = environment.from_string(tool_source) if tool_source else self._template
-            variables = meta.find_undeclared_variables(environment.parse(tool_source or source))
-        except TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from None
-        self.takes_tools = "tools" in variables
-        self._wants_parts = self._takes_content_parts()
 
     def render(
         self,
@@ -54,14 +47,15 @@ class ChatTemplate:
         messages: mappings with "role" and "content"; content is a string, a list of {"type": "text"} parts,
         or None beside "tool_calls". add_generation_prompt: end with the opening of the assistant's turn.
         variables: further variables of the template. Raises RequestError for messages that are malformed or
-        that the template refuses, with the template's words.
+        that the template refuses, with the template's words, and for a template that is not valid Jinja.
         """
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
         if tools is not None and not _is_list(tools):
             raise RequestError(f"tools is of type {type(tools).__name__}, but must be a list")
-        if tools and not self.takes_tools:
+        compiled = self._compiled
+        if tools and not compiled.takes_tools:
             raise RequestError("this model's chat template takes no tools", hint="leave tools out")
-        template = self._tool_template if tools else self._template
+        template = compiled.tool_template if tools else compiled.template
         try:
             return template.render(
                 {
@@ -87,6 +81,10 @@ class ChatTemplate:
                 f"messages[{place}] is of type {type(message).__name__}, but must be an object"
             )
         role, content = message.get("role"), message.get("content")
+        if role is None:
+            raise RequestError(
+                f"messages[{place}] has no role", hint='use {"role": "user", "content": "..."}'
+            )
         if not isinstance(role, str) or not role:
             raise RequestError(f"messages[{place}] has role {role!r:.80}, but needs one", hint='use "user"')
         if content is None:
@@ -96,19 +94,47 @@ class ChatTemplate:
         if isinstance(content, str):
             return dict(message)
         parts = _text_parts(place, content)
-        return {**message, "content": parts if self._wants_parts else "".join(part["text"] for part in parts)}
+        if self._compiled.wants_parts:
+            return {**message, "content": parts}
+        return {**message, "content": "".join(part["text"] for part in parts)}
 
-    def _takes_content_parts(self) -> bool:
+    @cached_property
+    def _compiled(self) -> _Compiled:
+        environment = _environment()
+        try:
+            template = environment.from_string(self.source)
+            tool_template = environment.from_string(self.tool_source) if self.tool_source else template
+            variables = meta.find_undeclared_variables(environment.parse(self.tool_source or self.source))
+        except TemplateSyntaxError as error:
+            raise RequestError(
+                f"this model's chat template is not valid Jinja: line {error.lineno}: {error}",
+                hint="repair the template, or send a prompt as text",
+            ) from None
+        return _Compiled(
+            template, tool_template, takes_tools="tools" in variables, wants_parts=self._takes_parts(template)
+        )
+
+    def _takes_parts(self, template: Template) -> bool:
         """Whether the template reads a list of parts; one for text only would print the list itself."""
         probe = "content-parts-probe"
         message = {"role": "user", "content": [{"type": "text", "text": probe}]}
         try:
-            rendered = self._template.render(
+            rendered = template.render(
                 {**self.special_tokens, "messages": [message], "tools": None, "add_generation_prompt": True}
             )
         except Exception:
             return False
         return probe in rendered and f"'{probe}'" not in rendered and f'"{probe}"' not in rendered
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """takes_tools: whether tools reach the prompt. wants_parts: whether it reads content as parts."""
+
+    template: Template
+    tool_template: Template
+    takes_tools: bool
+    wants_parts: bool
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:

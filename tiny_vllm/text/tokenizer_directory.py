@@ -42,7 +42,7 @@ def load_tokenizer_directory(path: str | Path) -> Tokenizer:
         backend,
         special_tokens=roles,
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
-        chat_template=None if templates is None else templates.compile(roles),
+        chat_template=None if templates is None else templates.with_tokens(roles),
     )
 
 
@@ -53,7 +53,7 @@ class _Templates:
     default: str
     tool: str | None = None
 
-    def compile(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    def with_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
         return ChatTemplate(self.default, tool_source=self.tool, special_tokens=special_tokens)
 
 
