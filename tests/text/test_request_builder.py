@@ -71,8 +71,14 @@ def test_token_ids_are_taken_as_they_are(bos_tokenizer: Tokenizer, prompt: Any) 
 
 @pytest.mark.parametrize("wrong", [-1, PADDED_VOCAB_SIZE, 2**63, 2**64])
 def test_ids_outside_the_vocabulary_are_named(plain_tokenizer: Tokenizer, wrong: int) -> None:
-    with pytest.raises(RequestError, match=rf"token id {wrong}, but this model's ids are 0 to 831"):
+    message = rf"token id {wrong}, but this model's ids are 0 to 831\nhint: take ids from this model's own"
+    with pytest.raises(RequestError, match=message):
         build(plain_tokenizer, [5, wrong, 6])
+
+
+def test_an_id_too_long_to_write_out_is_refused(plain_tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="token id an integer of 16610 bits, but this model's ids"):
+        build(plain_tokenizer, [10**5000])
 
 
 def test_rows_beyond_the_tokenizer_are_valid_ids(plain_tokenizer: Tokenizer) -> None:
@@ -132,7 +138,7 @@ def test_min_tokens_that_cannot_be_reached_are_refused(plain_tokenizer: Tokenize
         ({"allowed_token_ids": [5, PADDED_VOCAB_SIZE]}, "allowed_token_ids has token id 832"),
         ({"stop_token_ids": [10**12]}, "stop_token_ids has token id 1000000000000"),
         ({"allowed_token_ids": [5] * 1000}, "allowed_token_ids has 1000 entries"),
-        ({"n": 129}, "n is 129, but must be at most 128"),
+        ({"n": 129}, "n is 129, but must be at most 128\nhint: the limit is the engine option max_n"),
         ({"logprobs": 21}, "logprobs is 21, but must be at most 20"),
         ({"prompt_logprobs": 10**6}, "prompt_logprobs is 1000000, but must be at most 20"),
         ({"logprobs": -1}, "logprobs is -1, the whole vocabulary"),
@@ -230,12 +236,28 @@ def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
         ({"request_id": 5}, "request_id is 5"),
         ({"priority": "high"}, "priority is 'high'"),
         ({"priority": True}, "priority is True"),
+        ({"priority": 2**31}, "priority is 2147483648, but must be between -2147483648 and 2147483647"),
+        ({"priority": -(2**31) - 1}, "priority is -2147483649, but must be between"),
+        ({"priority": 10**400}, "priority is an integer of 1329 bits, but must be between"),
+        ({"priority": -(10**5000)}, "priority is an integer of 16610 bits, but must be between"),
         ({"cache_salt": ""}, "cache_salt is ''"),
     ],
 )
 def test_options_are_checked(plain_tokenizer: Tokenizer, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         builder(plain_tokenizer).build("hi", SamplingParams(), **options)
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])
+def test_the_extreme_priorities_are_taken(plain_tokenizer: Tokenizer, priority: int) -> None:
+    prepared = builder(plain_tokenizer).build("hi", SamplingParams(), priority=priority)
+    assert prepared.request.priority == priority
+
+
+@pytest.mark.parametrize("message", [{}, {"foo": "x"}])
+def test_a_message_without_a_role_is_named(plain_tokenizer: Tokenizer, message: dict[str, str]) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\] has no role"):
+        builder(plain_tokenizer).build_chat([message], SamplingParams())
 
 
 def test_sampling_parameters_must_be_of_their_type(plain_tokenizer: Tokenizer) -> None:

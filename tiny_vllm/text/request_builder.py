@@ -16,6 +16,7 @@ from tiny_vllm.types import Request, SamplingParams
 
 Prompt = str | Sequence[SupportsIndex]
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_BAD_WORDS = 1024
@@ -161,12 +162,16 @@ class RequestBuilder:
             return
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
         raise RequestError(
-            f"{what} has token id {wrong}, but this model's ids are 0 to {self._vocab_size - 1}"
+            f"{what} has token id {_digits(wrong)}, but this model's ids are 0 to {self._vocab_size - 1}",
+            hint="take ids from this model's own tokenizer",
         )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.n > self._max_n:
-            raise RequestError(f"n is {sampling.n}, but must be at most {self._max_n}")
+            raise RequestError(
+                f"n is {sampling.n}, but must be at most {self._max_n}",
+                hint="the limit is the engine option max_n",
+            )
         self._check_num_logprobs("logprobs", sampling.logprobs)
         self._check_num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
         if sampling.stop_strings:
@@ -244,8 +249,18 @@ def _check_options(request_id: object, priority: object, cache_salt: object) -> 
         raise RequestError(
             f"priority is {priority!r:.80}, but must be an integer", hint="smaller is more urgent"
         )
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {_digits(priority)}, but must be between {MIN_PRIORITY} and {MAX_PRIORITY}",
+            hint="smaller is more urgent",
+        )
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise RequestError(f"cache_salt is {cache_salt!r:.80}, but must be a string with text")
+
+
+def _digits(number: int) -> str:
+    """A number for a message. Python refuses to write out the longest ones, and nobody would read them."""
+    return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
 def _check_texts(name: str, texts: Sequence[str], max_number: int, max_characters: int) -> None:
