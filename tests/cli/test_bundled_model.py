@@ -118,4 +118,7 @@ def test_a_prompt_beyond_the_context_is_refused(llm: LLM, capsys: pytest.Capture
 
 def test_a_prompt_that_is_not_unicode_is_refused(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "\udcff"]) == 2
-    assert "lone surrogate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "text is not valid Unicode: U+DCFF at position 0 is a lone surrogate\nhint: " in error
+    assert "a byte that is not UTF-8" in error
+    assert "half of a \\u escape pair" in error

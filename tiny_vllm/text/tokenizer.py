@@ -144,6 +144,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text has a lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
-            hint="send well-formed Unicode; half of an emoji's \\u escape pair is missing",
+            f"text is not valid Unicode: U+{ord(text[error.start]):04X} at position {error.start} "
+            "is a lone surrogate",
+            hint="it stands for a byte that is not UTF-8, or is half of a \\u escape pair; send UTF-8",
         ) from None
