@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import random
+import signal
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -479,3 +485,127 @@ def test_dynamic_rope_is_not_stretched_unless_a_longer_context_is_asked_for(tmp_
         ]
     with LLM(str(directory), num_pages=32, max_model_len=128) as llm:
         assert len(llm.generate([prompt], greedy(90, ignore_eos=True))[0].outputs[0].token_ids) == 90
+
+
+@pytest.mark.parametrize("temperature", [2**63, 2**64 - 1, 10**30, 1e308])
+def test_enormous_temperatures_sample_and_hurt_nobody(model: Any, llm: LLM, temperature: float) -> None:
+    running = llm.stream([5, 6, 7], greedy(8, ignore_eos=True))
+    next(running)
+    params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+    assert len(llm.generate([[5]], params)[0].outputs[0].token_ids) == 3
+    for update in running:
+        last = update
+    assert last.output.outputs[0].token_ids == greedy_tokens(model, [5, 6, 7], 8)
+
+
+def test_a_signal_waits_for_the_end_of_the_step(model: Any, llm: LLM) -> None:
+    """Ctrl-C in the middle of a step is raised after it, so that neither pages nor tokens are lost."""
+    stream = llm.stream([5, 6, 7], greedy(12, ignore_eos=True))
+    interrupted = 0
+    engine = llm._live_engine()
+    commit = engine.scheduler.commit
+
+    def interrupt_and_commit(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        commit(*arguments)
+
+    tokens: list[int] = []
+    engine.scheduler.commit = interrupt_and_commit  # type: ignore[method-assign]
+    try:
+        while True:
+            try:
+                update = next(stream)
+            except KeyboardInterrupt:
+                interrupted += 1
+                continue
+            except StopIteration:
+                break
+            tokens += update.deltas[0].token_ids
+    finally:
+        engine.scheduler.commit = commit  # type: ignore[method-assign]
+    assert interrupted == 12
+    assert tokens == greedy_tokens(model, [5, 6, 7], 12)
+    assert_pool_is_whole(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_two_threads_at_once_are_told_so(llm: LLM) -> None:
+    results: list[object] = []
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            for _ in range(20):
+                results.append(len(llm.generate([[5, 6, 7]], greedy(20, ignore_eos=True))))
+        except RequestError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    refused = [result for result in results if isinstance(result, RequestError)]
+    assert len(refused) <= 1 and all("another thread" in str(error) for error in refused)
+    assert_pool_is_whole(llm)
+
+
+def test_a_forked_child_is_refused_instead_of_hanging(llm: LLM) -> None:
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[5]], greedy(1))
+        except BaseException as error:
+            os.write(write_end, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    message = os.read(read_end, 1000).decode()
+    os.close(read_end)
+    os.close(write_end)
+    assert message.startswith("EngineDead") and "another process" in message
+
+
+def test_unknown_sampling_parameters_are_request_errors() -> None:
+    with pytest.raises(RequestError, match=r"max_token'(.|\n)*did you mean max_tokens"):
+        SamplingParams(max_token=3)  # type: ignore[call-arg]
+    assert copy.deepcopy(SamplingParams(n=2)) == pickle.loads(pickle.dumps(SamplingParams(n=2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ageing_seconds": float("inf")}, "ageing_seconds is inf"),
+        ({"num_pages": 10**9}, "page pool needs"),
+        ({"num_pages": 10**30}, "num_pages is"),
+        ({"pool_sizing": "formula", "mean_sequence_len": 10**30}, "mean_sequence_len is"),
+        ({"mean_sequence_len": 100}, "mean_sequence_len"),
+        ({"num_pages": 8, "kv_cache_memory_bytes": 1 << 20}, "kv_cache_memory_bytes"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+    ],
+)
+def test_impossible_or_contradictory_options_are_refused(
+    directory: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(directory), **options)
+
+
+@pytest.mark.parametrize("prompt", [b"ab", bytearray(b"ab"), {5, 6}, memoryview(b"ab"), {1: 2, "a": 3}])
+def test_containers_without_a_meaning_as_prompts_are_refused(llm: LLM, prompt: Any) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(RequestError):
+            call(prompt)
+    for wrong in ({"prompt_token_ids": "abc"}, {"prompt": [5, 6]}):
+        with pytest.raises(RequestError, match="prompt"):
+            llm.generate(wrong)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate([[5]], "abc")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="priority"):
+        llm.generate([[5]], priority="")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="role"):
+        llm.chat([{}])

@@ -168,7 +168,7 @@ def test_an_error_never_repeats_a_long_value_in_full(name: str) -> None:
 
 
 def test_an_unknown_parameter_is_an_error() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 

@@ -19,6 +19,8 @@ PrefillPolicy = Literal["auto", "exclusive", "mixed"]
 PoolSizing = Literal["memory", "formula"]
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
+MAX_NUMBER = 2**50
+"""No option has a use for more; arithmetic on it stays within 64 bits and finite."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = float(1 << 30)
 
@@ -39,7 +41,7 @@ class EngineConfig:
     dtype: DType = _option("auto", "type of weights, activations and KV cache")
     device: Device = _option("auto", "where to run; auto takes a GPU when there is one")
     seed: int = _option(0, "seed of dummy weights and of requests without a seed of their own", low=0)
-    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=1)
+    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=2)
     max_num_seqs: int | None = _option(None, "slots: sequences that run at the same time", low=1, high=65536)
     max_num_batched_tokens: int | None = _option(None, "most tokens one step computes", low=1)
     gpu_memory_utilization: float = _option(
@@ -81,6 +83,17 @@ class EngineConfig:
                 "pool_sizing='formula' needs mean_sequence_len",
                 hint="set it to the mean number of prompt plus output tokens you expect",
             )
+        if self.pool_sizing != "formula" and self.mean_sequence_len is not None:
+            raise ConfigError(
+                f"mean_sequence_len is {self.mean_sequence_len}, but only pool_sizing='formula' uses it",
+                hint="add pool_sizing='formula' or leave it out",
+            )
+        if self.kv_cache_memory_bytes is not None and (self.num_pages or self.pool_sizing == "formula"):
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}, but num_pages or "
+                "pool_sizing='formula' already sizes the pool",
+                hint="give one of them",
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -105,11 +118,24 @@ def _check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str,
     accepted = (int, float) if kind.type is float else kind.type
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind.type is not bool):
         raise ConfigError(f"{name} is {value!r}, but must be of type {kind.type.__name__}")
-    low, high = metadata["low"], metadata["high"]
+    if isinstance(value, int | float) and kind.type is not bool:
+        _check_range(
+            name, value, metadata["low"], MAX_NUMBER if metadata["high"] is None else metadata["high"]
+        )
+
+
+def _check_range(name: str, value: float, low: float | None, high: float) -> None:
     # The comparison is written so that NaN fails it.
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} is {value}, but must be {limit}")
+    if (low is None or value >= low) and value <= high:
+        return
+    shown = "an integer of more than 256 bits" if _is_huge(value) else value
+    limit = f"from {low} to {high}" if high != MAX_NUMBER or value > high else f"at least {low}"
+    raise ConfigError(f"{name} is {shown}, but must be {limit}")
+
+
+def _is_huge(value: float) -> bool:
+    """Whether Python may refuse to print it."""
+    return isinstance(value, int) and value.bit_length() > 256
 
 
 @dataclass(frozen=True)
@@ -246,6 +272,9 @@ def resolve(
         )
     num_pages, reason = _size_pool(config, facts, values, free_bytes)
     choose("num_pages", num_pages, reason)
+    if not on_gpu:
+        for name in ("gpu_memory_utilization", "enforce_eager"):
+            choices.append(Choice(name, getattr(config, name), "has no effect on a CPU"))
     return replace(config, **values), tuple(choices)
 
 
@@ -285,9 +314,8 @@ def _size_pool(
         budget = DEFAULT_CPU_KV_BYTES if free_bytes is None else free_bytes
     if config.num_pages is None and budget < per_page:
         raise ConfigError(
-            f"no room for the KV cache: {budget / GIB:.3f} GiB available, "
-            f"one page needs {per_page / GIB:.3f} GiB",
-            hint="raise gpu_memory_utilization or kv_cache_memory_bytes, or lower page_size",
+            f"no room for the KV cache: {budget:,} bytes available, one page needs {per_page:,}",
+            hint="raise kv_cache_memory_bytes (on a GPU also gpu_memory_utilization) or lower page_size",
         )
     pages = min(budget // per_page, useful)
     return pages, f"{pages * per_page / GIB:.2f} GiB of {budget / GIB:.2f} GiB for pages"

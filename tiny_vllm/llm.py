@@ -9,12 +9,15 @@ with LLM() as llm:
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import Any, Self, TypeGuard
 
 from tqdm import tqdm
 
@@ -35,11 +38,11 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} for every message."""
 
-T = TypeVar("T")
+NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 
 
 class LLM:
-    """Loads a model and generates text with it. For one thread at a time.
+    """Loads a model and generates text with it. For one thread at a time, and for the process that made it.
 
     model: a directory, a .gguf file or a hub id; None is the bundled SmolLM2-135M-Instruct.
     engine_options: the fields of EngineConfig. An unknown one raises ConfigError.
@@ -65,6 +68,9 @@ class LLM:
         )
         self._processor = OutputProcessor(self.tokenizer)
         self._streams: dict[str, deque[RequestUpdate]] = {}
+        self._abandoned: list[str] = []
+        self._in_use = threading.Lock()
+        self._process_id = os.getpid()
         with _loading_bar() as progress:
             self._engine: Engine | None = build_engine(plan, progress=progress)
 
@@ -118,26 +124,36 @@ class LLM:
         """Generate for one prompt or conversation, yielding a RequestUpdate whenever there is something new.
 
         Several streams may be open at once: they run in one batch. Closing a stream aborts its request.
+        Without sampling_params the defaults are those of `generate` or `chat`.
         Raises RequestError at the call, not at the first token.
         """
         engine = self._live_engine()
-        params = sampling_params if sampling_params is not None else SamplingParams(max_tokens=None)
-        build: Callable[..., PreparedRequest] = (
-            self._builder.build_chat if _is_conversation(prompt) else self._build_prompt
-        )
+        build: Callable[..., PreparedRequest] = self._build_prompt
+        default = SamplingParams()
+        if _is_conversation(prompt):
+            build, default = self._builder.build_chat, SamplingParams(max_tokens=None)
         prepared = build(
-            prompt, params, priority=priority, cache_salt=cache_salt, arrival_time=engine.clock()
+            prompt,
+            default if sampling_params is None else sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=engine.clock(),
         )
-        self._add([prepared])
+        with self._exclusively():
+            self._add([prepared])
         return Stream(self, prepared.request.request_id)
 
     def stats(self) -> EngineStats:
         """Pages, sequences and totals, now."""
-        return self._live_engine().stats()
+        engine = self._live_engine()
+        self._abort_abandoned()
+        return engine.stats()
 
     def page_map(self) -> list[str]:
         """State of every page by number: "null", "free", "cached", "used" or "shared"."""
-        return self._live_engine().page_map()
+        engine = self._live_engine()
+        self._abort_abandoned()
+        return engine.page_map()
 
     def close(self) -> None:
         """Drop the model and the page pool. Running requests are lost; calling it again does nothing."""
@@ -158,18 +174,45 @@ class LLM:
     def _live_engine(self) -> Engine:
         if self._engine is None:
             raise EngineDead("this LLM has been closed", hint="create a new one")
+        if os.getpid() != self._process_id:
+            # A fork copies the memory but not the threads that compute: the first product would never end.
+            raise EngineDead(
+                "this LLM was made in another process", hint="make it after the fork, or start with 'spawn'"
+            )
         return self._engine
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Keep other threads out, with an error instead of a mix-up."""
+        if not self._in_use.acquire(blocking=False):
+            raise RequestError(
+                "this LLM is at work in another thread", hint="use one LLM per thread, or a lock around it"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _build_prompt(self, prompt: Any, params: SamplingParams, **options: Any) -> PreparedRequest:
         if isinstance(prompt, Mapping):
             given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if len(given) != 1 or unknown:
                 raise RequestError(
-                    f"a prompt has the keys {sorted(prompt)!r:.80}",
+                    f"a prompt has the keys {list(prompt)!r:.80}",
                     hint="use either 'prompt' or 'prompt_token_ids'; use chat for messages",
                 )
+            if isinstance(prompt[given[0]], str) != (given[0] == "prompt"):
+                raise RequestError(
+                    f"{given[0]} is {prompt[given[0]]!r:.80}",
+                    hint="'prompt' is text, 'prompt_token_ids' are ids",
+                )
             prompt = prompt[given[0]]
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids",
+                hint="decode bytes to text first",
+            )
         return self._builder.build(prompt, params, **options)
 
     def _run(
@@ -192,19 +235,19 @@ class LLM:
             build(item, sampling, priority=level, cache_salt=cache_salt, arrival_time=now)
             for item, sampling, level in zip(items, params, priorities, strict=True)
         ]
-        outputs = self._add(prepared)
-        unfinished = {output.request_id for output in outputs}
-        bar = tqdm(total=len(outputs), desc="requests", unit="req", disable=None if use_tqdm else True)
-        try:
-            while unfinished:
-                for update in self._step():
-                    if update.output.finished and update.output.request_id in unfinished:
-                        unfinished.remove(update.output.request_id)
-                        bar.update()
-        finally:
-            bar.close()
-            for request_id in unfinished:
-                self._abort(request_id)
+        with self._exclusively():
+            outputs = self._add(prepared)
+            unfinished = {output.request_id for output in outputs}
+            bar = tqdm(total=len(outputs), desc="requests", unit="req", disable=None if use_tqdm else True)
+            try:
+                while unfinished:
+                    for update in self._step():
+                        if update.finished and update.output.request_id in unfinished:
+                            unfinished.remove(update.output.request_id)
+                            bar.update()
+            finally:
+                bar.close()
+                self._abandoned.extend(unfinished)
         return outputs
 
     def _add(self, prepared: Sequence[PreparedRequest]) -> list[RequestOutput]:
@@ -218,27 +261,35 @@ class LLM:
                 added.append(item.request.request_id)
                 outputs.append(self._processor.add(item.request, item.prompt))
         except BaseException:
-            for request_id in added:
-                self._abort(request_id)
+            self._abandoned.extend(added)
             raise
         return outputs
 
     def _step(self) -> list[RequestUpdate]:
         """One engine step; updates of open streams are kept for them too."""
         engine = self._live_engine()
-        progress = self._processor.process(engine.step(), engine.clock())
-        for request_id, index in progress.stops:
-            engine.stop(request_id, index)
-        for update in progress.updates:
-            stream = self._streams.get(update.output.request_id)
-            if stream is not None:
-                stream.append(update)
+        with _interrupts_deferred():
+            self._abort_abandoned()
+            progress = self._processor.process(engine.step(), engine.clock())
+            for request_id, index in progress.stops:
+                engine.stop(request_id, index)
+            for update in progress.updates:
+                stream = self._streams.get(update.output.request_id)
+                if stream is not None:
+                    stream.append(update)
         return progress.updates
 
-    def _abort(self, request_id: str) -> None:
-        self._processor.remove(request_id)
-        if self._engine is not None:
-            self._engine.abort(request_id)
+    def _abandon(self, request_id: str) -> None:
+        """Have a request aborted before the next step: a garbage collector may call this in the middle of
+        one."""
+        self._abandoned.append(request_id)
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.pop()
+            self._processor.remove(request_id)
+            if self._engine is not None:
+                self._engine.abort(request_id)
 
 
 class Stream(Iterator[RequestUpdate]):
@@ -256,7 +307,8 @@ class Stream(Iterator[RequestUpdate]):
         while not self._updates:
             if self._request_id not in self._llm._processor:
                 raise StopIteration
-            self._llm._step()
+            with self._llm._exclusively():
+                self._llm._step()
         update = self._updates.popleft()
         if update.finished:
             self._forget()
@@ -266,7 +318,7 @@ class Stream(Iterator[RequestUpdate]):
         """Abort the request if it has not finished. Nothing more is yielded."""
         if self._updates is not None:
             self._forget()
-            self._llm._abort(self._request_id)
+            self._llm._abandon(self._request_id)
 
     def _forget(self) -> None:
         self._updates = None
@@ -280,7 +332,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
     """A list of prompts, whether one or many were given."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if hasattr(prompts, "tolist"):
+    if hasattr(prompts, "tolist") and not isinstance(prompts, NOT_LISTS):
         prompts = prompts.tolist()  # numpy arrays and torch tensors
     items = _as_list("prompts", prompts)
     if items and not any(
@@ -291,7 +343,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
 
 
 def _as_list(name: str, value: object) -> list[Any]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, NOT_LISTS) or not isinstance(value, Sequence):
         raise RequestError(f"{name} is of type {type(value).__name__}, but must be a list")
     return list(value)
 
@@ -300,20 +352,39 @@ def _is_conversation(value: object) -> TypeGuard[Messages]:
     """Whether this is one list of messages, rather than a prompt or a list of conversations."""
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str)
+        and not isinstance(value, NOT_LISTS)
         and all(isinstance(item, Mapping) for item in value)
-        and (not value or "role" in value[0] or "content" in value[0])
     )
 
 
-def _one_each(name: str, value: T | Sequence[T], count: int) -> list[T]:
-    if isinstance(value, Sequence):
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if isinstance(value, Sequence) and not isinstance(value, NOT_LISTS):
         if len(value) != count:
             raise RequestError(
                 f"{name} has {len(value)} entries for {count} prompts", hint="give one for all or one each"
             )
         return list(value)
     return [value] * count
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise a Ctrl-C that comes in here at the end, so that no step is torn apart.
+
+    Only Python's own handler in the main thread is replaced; whoever has set another one decides for himself.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Text never enters the engine. A `Request` holds token ids; a `TokenEvent` hands 
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,9 @@ class SamplingParams:
     presence_penalty: subtracted from the logit of every token generated so far.
     frequency_penalty: subtracted once per occurrence among the generated tokens.
     repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
-    seed: same seed, same tokens, whatever else runs. None draws a fresh one.
+    seed: same seed, same random numbers, whatever else runs: in float32 the same tokens. In 16-bit types the
+        size of a batch can change a logit's last bit, and with it a token now and then. None draws a fresh
+        one.
     stop: string or strings that end the text. stop_token_ids: tokens that end it.
     include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.
     ignore_eos: go on past the model's end-of-sequence tokens.
@@ -79,6 +82,15 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
 
+    def __new__(cls, *arguments: object, **options: object) -> SamplingParams:
+        """Refuse unknown keywords as every other mistake in a request is refused."""
+        for name in options:
+            if name not in cls.__slots__:
+                close = difflib.get_close_matches(name, cls.__slots__, n=1)
+                hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(cls.__slots__)
+                raise RequestError(f"unknown sampling parameter {name!r}", hint=hint)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_lists()
@@ -103,12 +115,20 @@ class SamplingParams:
         _integer("seed", self.seed, low=-(2**63), high=MAX_SEED, optional=True)
         _integer("logprobs", self.logprobs, low=-1, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, low=-1, optional=True)
-        _number("temperature", self.temperature, low=0.0, hint="0 is greedy")
-        _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 keeps every token")
-        _number("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token")
-        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, hint="1 is off")
+        _set(self, "temperature", _number("temperature", self.temperature, low=0.0, hint="0 is greedy"))
+        _set(self, "top_p", _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 keeps every token"))
+        _set(self, "min_p", _number("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token"))
+        _set(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
+        _set(
+            self,
+            "frequency_penalty",
+            _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0),
+        )
+        _set(
+            self,
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty, low=0.0, hint="1 is off"),
+        )
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty is 0, but must be above 0", hint="1 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -157,13 +177,17 @@ def _integer(
         raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
 
 
-def _number(name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None) -> None:
+def _number(
+    name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None
+) -> float:
+    """The value as a float: an integer may be too large for a tensor's element."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {_shown(value)}, but must be a number", hint=hint)
     # Integers too large for a float are only ever too large; NaN fails the comparison.
     if not low <= value <= min(high, sys.float_info.max):
         limit = f"a finite number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
+    return float(value)
 
 
 def _shown(value: object) -> str:
@@ -205,8 +229,7 @@ def _bias(bias: object) -> dict[int, float]:
         if isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) <= 19:
             key = int(key)
         _integer("a token id in logit_bias", key, low=0)
-        _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
-        checked[key] = float(value)
+        checked[key] = _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
     return checked
 
 

@@ -278,12 +278,14 @@ def test_a_failed_step_ends_the_engine_with_a_clear_error() -> None:
 
 
 def test_queue_limit_refuses_with_capacity_error_and_queues_nothing() -> None:
-    fake = FakeEngine(max_queue_len=2)
-    fake.add("a", prompt(3))
+    fake = FakeEngine(max_queue_len=2, max_num_seqs=1)
+    for name in "abc":  # one for the slot, two for the queue
+        fake.add(name, prompt(3))
     with pytest.raises(ValueError, match="max_queue_len"):
-        fake.add("b", prompt(3), n=2)
+        fake.add("d", prompt(3), n=1)
     fake.run()
-    fake.assert_correct("a")
+    for name in "abc":
+        fake.assert_correct(name)
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards() -> None:

@@ -208,9 +208,11 @@ class Engine:
                 hint="shorten the prompt or raise num_pages",
             )
         limit = self.config.max_queue_len
-        if limit is not None and len(self.scheduler.waiting) + request.sampling.n > limit:
+        # Sequences that find a free slot in the next step do not count as a queue.
+        num_waiting = len(self.scheduler.waiting) - self.scheduler.num_free_slots
+        if limit is not None and num_waiting + request.sampling.n > limit:
             raise CapacityError(
-                f"{len(self.scheduler.waiting)} sequences are waiting and {request.sampling.n} more would "
+                f"{max(num_waiting, 0)} sequences wait for a slot, and {request.sampling.n} more would "
                 f"exceed max_queue_len ({limit})",
                 hint="try again later or raise max_queue_len",
             )

@@ -62,6 +62,10 @@ class Scheduler:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.decoding or self._events)
 
