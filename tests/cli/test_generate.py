@@ -62,6 +62,20 @@ def test_a_terminal_without_a_prompt_is_an_error(
     assert "there is no prompt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("arguments", "message"), [([], "there is no prompt"), (["-"], "stdin is closed")])
+def test_a_closed_stdin_is_an_error(
+    arguments: list[str],
+    message: str,
+    llm: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["generate", "a prompt needs no stdin"]) == 0
+
+
 def test_json_has_every_field(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", "é", "b", "--json"])
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

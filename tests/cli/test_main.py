@@ -63,6 +63,46 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert process.wait() == 141
 
 
+FAKE_MAIN = (
+    "import sys; from tests.cli.fakes import FakeLLM; from tiny_vllm.cli import main, session\n"
+    "session.open_llm = lambda args: FakeLLM()\n"
+    "sys.exit(main.main(sys.argv[1:]))"
+)
+
+
+def run_in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with a redirection of the shell, for what only a process of its own can meet."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-c", FAKE_MAIN, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "arguments", [["generate", "x"], ["generate", "x", "--json"], ["demo"], ["info", "--load-format=dummy"]]
+)
+def test_a_full_disk_is_one_error_without_blame(arguments: list[str]) -> None:
+    run = run_in_shell(">/dev/full", *arguments)
+    assert run.stderr == "error: cannot write the output: No space left on device\n"
+    assert run.returncode == 1
+
+
+def test_a_closed_stdout_is_one_error() -> None:
+    run = run_in_shell(">&-", "generate", "x")
+    assert run.stderr == "error: cannot write the output: stdout is closed\n"
+    assert run.returncode == 1
+
+
+def test_other_files_that_fail_are_not_the_output(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.error = OSError(28, "No space left on device")
+    assert main(["generate", "x"]) == 1
+    assert "cannot write the output" not in capsys.readouterr().err
+
+
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([])

@@ -66,7 +66,8 @@ def read_prompts(arguments: list[str]) -> list[str]:
 
     One line end at the end of stdin is the shell's, not the prompt's, and is dropped.
     """
-    if not arguments and sys.stdin.isatty():
+    # Python leaves None where the file descriptor was closed before it started.
+    if not arguments and (sys.stdin is None or sys.stdin.isatty()):
         raise RequestError("there is no prompt", hint="tiny-vllm generate 'Once upon a time'")
     if arguments.count("-") > 1:
         raise RequestError("- is given more than once, but stdin can be read only once")
@@ -74,6 +75,8 @@ def read_prompts(arguments: list[str]) -> list[str]:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise RequestError("- stands for stdin, but stdin is closed", hint="give the prompt as an argument")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
 """The `tiny-vllm` command: reads the arguments, calls one command, and turns errors into exit codes.
 
-Exit codes: 0 done; 1 a fault of the program; 2 a wrong argument, option or request; 130 Ctrl-C; 141 nobody
-reads the output any more. Data goes to stdout, everything else to stderr.
+Exit codes: 0 done; 1 a fault of the program, or stdout cannot be written; 2 a wrong argument, option or
+request; 130 Ctrl-C; 141 nobody reads the output any more. Data goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiny_vllm.cli import bench, chat, demo, generate, info
+from tiny_vllm.cli.output import OutputError, guarded_stdout
 from tiny_vllm.errors import TinyVLLMError
 
 COMMANDS = (generate, chat, demo, bench, info)
@@ -56,16 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     levels = (logging.WARNING, logging.INFO, logging.DEBUG)
     logging.getLogger("tiny_vllm").setLevel(levels[min(args.verbose, 2)])
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
+        with guarded_stdout():
+            code: int = args.run(args)
         return code
     except BrokenPipeError:
-        # Python flushes stdout once more on exit; give it a place where that cannot fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OutputError as error:
+        _discard_output()
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAULT
     except TinyVLLMError as error:
         if args.debug:
             raise
@@ -80,3 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_FAULT
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more on exit; give it a place where that cannot fail."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
