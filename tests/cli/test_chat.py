@@ -92,10 +92,15 @@ def test_a_second_ctrl_c_leaves(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -
     assert llm.is_closed
 
 
-def test_a_refused_message_is_not_remembered(
-    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("is_terminal", "code"), [(False, 2), (True, 0)])
+def test_a_refused_message_is_not_remembered_and_scripts_are_told(
+    is_terminal: bool,
+    code: int,
+    llm: FakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    refused = []
+    refused: list[object] = []
 
     def refuse_once(prompt: object, params: object) -> object:
         if not refused:
@@ -104,9 +109,19 @@ def test_a_refused_message_is_not_remembered(
         return FakeLLM.stream(llm, prompt, params)  # type: ignore[arg-type]
 
     monkeypatch.setattr(llm, "stream", refuse_once)
-    assert chat(monkeypatch, "a\nb\n") == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: is_terminal)
+    assert main(["chat"]) == code
     assert "error: the prompt is too long" in capsys.readouterr().err
     assert conversations(llm) == [[user("b")]]
+
+
+def test_a_closed_stdin_is_an_error(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is nothing to read messages from")
 
 
 def test_statistics_go_to_stderr(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tiny_vllm.llm import LLM
     from tiny_vllm.types import SamplingParams
 
+EXIT_REFUSED = 2
+
 DEFAULTS = {"max_tokens": None, "temperature": 0.7}
 
 HELP = """\
@@ -54,13 +56,18 @@ def run(args: argparse.Namespace) -> int:
     if params.n != 1:
         raise RequestError(f"n is {params.n}, but a conversation has one answer", hint="use generate")
     engine_config(args)
+    # Python leaves None where the file descriptor was closed before it started.
+    if sys.stdin is None:
+        raise RequestError("there is nothing to read messages from: stdin is closed", hint="use generate")
     with session.open_llm(args) as llm:
-        Conversation(llm, params, system=args.system, show_stats=args.stats).run()
-    return 0
+        conversation = Conversation(llm, params, system=args.system, show_stats=args.stats)
+        conversation.run()
+    # A person has seen the refusal; a script sees only the exit code.
+    return EXIT_REFUSED if conversation.num_refused and not sys.stdin.isatty() else 0
 
 
 class Conversation:
-    """The messages so far, and the loop that reads and answers."""
+    """The messages so far, and the loop that reads and answers. num_refused: messages without an answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, show_stats: bool) -> None:
         self.llm = llm
@@ -68,6 +75,7 @@ class Conversation:
         self.system = system
         self.show_stats = show_stats
         self.messages: list[dict[str, str]] = []
+        self.num_refused = 0
 
     def run(self) -> None:
         is_interactive = sys.stdin.isatty()
@@ -118,6 +126,7 @@ class Conversation:
                 output = session.print_stream(stream, should_stop=lambda: interrupt.requested)
         except RequestError as error:
             _note(f"error: {error}")
+            self.num_refused += 1
             return
         self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
         if interrupt.requested:
