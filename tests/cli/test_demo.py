@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.cli.fakes import FakeLLM
 from tiny_vllm.cli.demo import QUESTIONS, WordWrap, shortened, stream_together
 from tiny_vllm.cli.main import main
+from tiny_vllm.errors import RequestError
 from tiny_vllm.types import SamplingParams
 
 
@@ -20,6 +23,24 @@ def test_the_demo_fits_80_columns_without_colours(llm: FakeLLM, capsys: pytest.C
     assert "tokens/s" in captured.out
     assert "32 of 48 prompt tokens found" in captured.out
     assert ". free 22" in captured.out
+
+
+def test_questions_that_do_not_fit_are_refused_before_anything_is_shown(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse_the_last(prompt: Any, params: SamplingParams) -> Any:
+        if prompt[-1]["content"] == QUESTIONS[-1]:
+            raise RequestError("the prompt has 90 tokens", hint="raise max_model_len")
+        return FakeLLM.stream(llm, prompt, params)
+
+    monkeypatch.setattr(llm, "stream", refuse_the_last)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: the demo's questions do not suit this model: the prompt has 90 tokens\n"
+        "hint: raise max_model_len\n",
+    )
+    assert llm.num_open == 0
 
 
 def test_streams_run_side_by_side() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     console.width = min(console.width, MAX_WIDTH)
     start = time.monotonic()
     with session.open_llm(args) as llm:
+        check_requests(llm, params)
         _heading(console, "The engine")
         console.print(
             f"{llm.spec.num_parameters / 1e6:.0f}M parameters in {llm.config.dtype} on {llm.config.device}, "
@@ -85,6 +87,25 @@ def run(args: argparse.Namespace) -> int:
         show_one_answer(console, llm, params)
         show_answers_together(console, llm, params)
     return 0
+
+
+def check_requests(llm: LLM, params: SamplingParams) -> None:
+    """Raises RequestError if this model cannot take every question: half a demo helps nobody."""
+    with ExitStack() as streams:
+        for messages, shorter in all_requests(params):
+            try:
+                streams.enter_context(closing(llm.stream(messages, shorter)))
+            except RequestError as error:
+                raise RequestError(
+                    f"the demo's questions do not suit this model: {error.message}", hint=error.hint
+                ) from error
+
+
+def all_requests(params: SamplingParams) -> list[tuple[list[dict[str, str]], SamplingParams]]:
+    return [
+        (conversation(question), shortened(params, quarters=index % 3))
+        for index, question in enumerate(QUESTIONS)
+    ]
 
 
 def show_one_answer(console: Console, llm: LLM, params: SamplingParams) -> None:
@@ -98,10 +119,6 @@ def show_one_answer(console: Console, llm: LLM, params: SamplingParams) -> None:
 
 def show_answers_together(console: Console, llm: LLM, params: SamplingParams) -> None:
     _heading(console, f"{len(QUESTIONS)} answers at once, sharing a prefix")
-    requests = [
-        (conversation(question), shortened(params, quarters=index % 3))
-        for index, question in enumerate(QUESTIONS)
-    ]
     has_drawn = False
 
     def draw_midway(outputs: Sequence[RequestOutput | None]) -> None:
@@ -113,7 +130,7 @@ def show_answers_together(console: Console, llm: LLM, params: SamplingParams) ->
             draw_pool(console, llm)
 
     start = time.monotonic()
-    outputs = stream_together(llm, requests, draw_midway)
+    outputs = stream_together(llm, all_requests(params), draw_midway)
     seconds = time.monotonic() - start
     for question, output in zip(QUESTIONS, outputs, strict=True):
         console.print(f"\n> {question}", style="bold")
