@@ -128,7 +128,7 @@ def publish(
     if args.json == "-":
         print(text)
     elif args.json:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
+        _write(args.json, text + "\n")
     out = sys.stderr if args.json == "-" else sys.stdout
     print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items()), file=out)
     print(
@@ -150,3 +150,10 @@ def publish(
         f"{limit['tokens_per_second']:.0f} tokens/s)",
         file=out,
     )
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
