@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,13 @@ def run(args: argparse.Namespace) -> int:
             ("room for", f"{config.num_pages * config.page_size:,} tokens"),
         ],
     )
-    reasons = {choice.name: choice.reason for choice in plan.choices}
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for choice in plan.choices:
+        reasons[choice.name].append(choice.reason)
     _section(
         "options",
         (
-            (option.name, _with_reason(getattr(config, option.name), reasons.get(option.name)))
+            (option.name, _with_reasons(getattr(config, option.name), reasons[option.name]))
             for option in fields(EngineConfig)
         ),
     )
@@ -85,5 +88,5 @@ def _shown(name: str, value: object) -> object:
     return f"{value / GIB:.1f} GiB" if name.endswith("_bytes") and isinstance(value, int) else value
 
 
-def _with_reason(value: object, reason: str | None) -> str:
-    return f"{value}  ({reason})" if reason else str(value)
+def _with_reasons(value: object, reasons: Sequence[str]) -> str:
+    return f"{value}  ({'; '.join(reasons)})" if reasons else str(value)
