@@ -45,9 +45,9 @@ class SamplingParams:
     presence_penalty: subtracted from the logit of every token generated so far.
     frequency_penalty: subtracted once per occurrence among the generated tokens.
     repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens.
-    seed: same seed, same random numbers, whatever else runs: in float32 the same tokens. In 16-bit types the
-        size of a batch can change a logit's last bit, and with it a token now and then. None draws a fresh
-        one.
+    seed: same seed, same tokens, whatever else runs. Exact in float32, and for decodes of the fused CPU step;
+        elsewhere in 16-bit types the batch or a recomputation can change a logit's last bit, and with it a
+        token now and then. None draws a fresh one.
     stop: string or strings that end the text. stop_token_ids: tokens that end it.
     include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.
     ignore_eos: go on past the model's end-of-sequence tokens.

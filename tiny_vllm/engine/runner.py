@@ -13,7 +13,6 @@ from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.plan import StepPlan, StepResult
 from tiny_vllm.engine.sampler import Sampler, SlotSampling, prompt_logprobs
 from tiny_vllm.engine.slot_table import SlotTable
-from tiny_vllm.kernels.cpu_decode import MAX_ROWS
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.types import TokenLogprobs
@@ -128,7 +127,7 @@ class Runner:
         return self._draw(self._decoder.logits(hidden), slots)
 
     def _draw(self, logits: Tensor, slots: list[int]) -> StepResult:
-        with _one_torch_thread(self._decoder.fused_decode is not None and len(slots) <= MAX_ROWS):
+        with _one_torch_thread(self._decoder.fused_decode is not None):
             sampled = self._sampler.sample(logits, slots)
         token_ids: list[int | None] = list(sampled.token_ids)
         for row in sampled.invalid_rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -37,3 +37,15 @@ class ForwardBatch:
     @property
     def num_prefills(self) -> int:
         return self.prefill_context_lens.shape[0]
+
+    def prefills(self) -> ForwardBatch:
+        """The same batch without its decodes."""
+        first = self.num_decodes
+        return replace(
+            self,
+            token_ids=self.token_ids[first:],
+            positions=self.positions[first:],
+            cells=self.cells[first:],
+            decode_page_table=self.decode_page_table[:0],
+            decode_context_lens=self.decode_context_lens[:0],
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cpu_decode import MAX_ROWS
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
@@ -39,8 +38,8 @@ class Decoder:
 
     Takes the weights over: matrices may be stored in another layout here, so `weights.layers` is emptied
     layer by layer and at most one layer is held twice. max_model_len: most tokens of a sequence.
-    fused_cpu_decode: compute batches of few decodes in one fused step, which keeps a second copy of the
-    layers' weights (see kernels/cpu_decode).
+    fused_cpu_decode: compute decodes and logits by the fused step, which keeps a second copy of the weights
+    (see kernels/cpu_decode).
     """
 
     def __init__(
@@ -60,8 +59,14 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Write the batch's keys and values to the cache; return [T, hidden], before the final norm."""
-        if self.fused_decode is not None and self.fused_decode.accepts(batch):
-            return self.fused_decode(batch, kv_cache)
+        if self.fused_decode is None or not batch.num_decodes:
+            return self._forward(batch, kv_cache)
+        decoded = self.fused_decode(batch, kv_cache)
+        if not batch.num_prefills:
+            return decoded
+        return torch.cat((decoded, self._forward(batch.prefills(), kv_cache)))
+
+    def _forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         step = prepare_attention(batch, kv_cache, self.cos_sin, self.spec)
         hidden = embedding(self.embedding, batch.token_ids)
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
@@ -71,6 +76,6 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> FP32 [N, vocab], rounded to the model's type before."""
-        if self.fused_decode is not None and 0 < len(hidden) <= MAX_ROWS:
+        if self.fused_decode is not None and len(hidden):
             return self.fused_decode.logits(hidden)
         return self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()

@@ -46,25 +46,31 @@ class FusedDecode:
         self._decode.set_head(weights.final_norm, weights.lm_head)
         self._decode.compile()
 
-    @staticmethod
-    def accepts(batch: ForwardBatch) -> bool:
-        """Whether this is a batch of decodes alone, and few enough."""
-        return batch.num_prefills == 0 and 0 < batch.num_decodes <= MAX_ROWS
-
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """As `Decoder.forward`."""
-        return self._decode(
-            batch.token_ids,
-            batch.positions,
-            batch.cells,
-            batch.decode_context_lens,
-            batch.decode_page_table,
-            kv_cache.k,
-            kv_cache.v,
-        )
+        """As `Decoder.forward`, for the decodes of a batch alone: [num_decodes, hidden].
+
+        They go in groups of MAX_ROWS. A row's result does not depend on its group, so with a fused step a
+        decode's result never depends on what else is in the batch.
+        """
+        groups = []
+        for start in range(0, batch.num_decodes, MAX_ROWS):
+            rows = slice(start, min(start + MAX_ROWS, batch.num_decodes))
+            hidden = self._decode(
+                batch.token_ids[rows],
+                batch.positions[rows],
+                batch.cells[rows],
+                batch.decode_context_lens[rows],
+                batch.decode_page_table[rows],
+                kv_cache.k,
+                kv_cache.v,
+            )
+            # The next group writes to the same buffer.
+            groups.append(hidden if batch.num_decodes <= MAX_ROWS else hidden.clone())
+        return groups[0] if len(groups) == 1 else torch.cat(groups)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`, for at most MAX_ROWS rows."""
-        return self._decode.logits(hidden)
+        """As `Decoder.logits`, for one row or more."""
+        groups = [self._decode.logits(group) for group in hidden.split(MAX_ROWS)]
+        return groups[0] if len(groups) == 1 else torch.cat(groups)
