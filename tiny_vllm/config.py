@@ -262,7 +262,7 @@ def resolve(
             values[name] = given
 
     _choose_batch_limits(config, choose, on_gpu)
-    choose("prefill_policy", "mixed", "running requests keep their pace while prompts are computed")
+    choose("prefill_policy", "mixed", "measured: the same throughput, shorter longest gaps between tokens")
     choose("max_model_len", facts.default_model_len, "the model's context")
     if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
         raise ConfigError(
@@ -289,7 +289,7 @@ def _choose_batch_limits(
             "advance every running sequence",
             hint="raise max_num_batched_tokens or lower max_num_seqs",
         )
-    default_seqs, default_tokens = (256, 8192) if on_gpu else (16, 512)
+    default_seqs, default_tokens = (256, 8192) if on_gpu else (16, 256)
     choose("max_num_seqs", min(default_seqs, tokens or default_seqs), "default for this device")
     choose("max_num_batched_tokens", max(default_tokens, seqs or 0), "default for this device")
 
