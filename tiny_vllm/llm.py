@@ -390,7 +390,7 @@ def _interrupts_deferred() -> Iterator[None]:
 @contextmanager
 def _loading_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Progress of loading on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     with tqdm(desc="loading weights", unit="values", unit_scale=True, leave=False) as bar:

@@ -34,22 +34,26 @@ def test_cpu_tensors_use_the_references() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_a_kernel_that_does_not_compile_warns_once_and_is_replaced() -> None:
+def test_a_kernel_that_does_not_compile_warns_once_and_is_replaced_for_its_shapes_alone() -> None:
     from triton.runtime.errors import OutOfResources
 
     launches = []
 
     @with_fallback(lambda x: x + 1)
-    def broken(x: int) -> int:
-        launches.append(x)
-        raise OutOfResources(300_000, 232_448, "shared memory")
+    def sometimes_broken(x: torch.Tensor) -> torch.Tensor:
+        launches.append(len(x))
+        if len(x) > 2:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return x + 2
 
-    with pytest.warns(RuntimeWarning, match="broken does not compile"):
-        assert broken(1) == 2
+    with pytest.warns(RuntimeWarning, match="sometimes_broken does not compile"):
+        assert sometimes_broken(torch.zeros(3)).tolist() == [1, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert broken(2) == 3
-    assert launches == [1]
+        assert sometimes_broken(torch.zeros(3)).tolist() == [1, 1, 1]
+        assert sometimes_broken(torch.zeros(4)).tolist() == [1, 1, 1, 1]
+        assert sometimes_broken(torch.zeros(2)).tolist() == [2, 2]
+    assert launches == [3, 4, 2]
 
 
 def test_other_errors_are_not_hidden() -> None:

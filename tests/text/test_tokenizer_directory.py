@@ -156,6 +156,15 @@ def test_a_broken_chat_template_is_no_obstacle_to_plain_text(
     assert tokenizer.encode("hi") == byte_level_tokenizer.encode("hi")
 
 
+def test_a_template_file_that_is_no_text_is_refused_by_name(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    directory = write(tmp_path, byte_level_tokenizer)
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja"):
+        load_tokenizer_directory(directory)
+
+
 def test_a_tool_template_serves_conversations_with_tools(
     tmp_path: Path, byte_level_tokenizer: Tokenizer
 ) -> None:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if len(prompts) == 1 and params.n == 1 and not args.json:
             outputs = [session.print_stream(llm.stream(prompts[0], params))]
         else:
-            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr is not None and sys.stderr.isatty())
             for output in outputs:
                 if args.json:
                     print(json.dumps(output_record(output), ensure_ascii=False))

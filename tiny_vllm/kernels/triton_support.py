@@ -81,31 +81,38 @@ def next_power_of_2(value: int) -> int:
 def with_fallback(
     reference: Callable[..., Result],
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorate a function that launches kernels: if one does not compile, warn once and use `reference`, then
-    and from then on. Both take the same arguments."""
+    """Decorate a function that launches kernels: where one does not compile, `reference` takes its place, for
+    arguments of those shapes and types from then on. Warns once. Both take the same arguments."""
 
     def decorate(launch: Callable[..., Result]) -> Callable[..., Result]:
-        is_broken = False
+        broken: set[tuple[object, ...]] = set()
 
         @functools.wraps(launch)
         def op(*args: Any, **options: Any) -> Result:
-            nonlocal is_broken
-            if not is_broken:
-                try:
-                    return launch(*args, **options)
-                except _compile_errors() as error:
-                    is_broken = True
+            if broken and _signature(args, options) in broken:
+                return reference(*args, **options)
+            try:
+                return launch(*args, **options)
+            except _compile_errors() as error:
+                if not broken:
                     warnings.warn(
                         f"the kernel of {launch.__name__} does not compile on this machine; the slower torch "
                         f"version takes its place ({type(error).__name__}: {str(error)[:200]})",
                         RuntimeWarning,
                         stacklevel=2,
                     )
-            return reference(*args, **options)
+                broken.add(_signature(args, options))
+                return reference(*args, **options)
 
         return op
 
     return decorate
+
+
+def _signature(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
+    """Shapes and types of the tensors among the arguments: what kernels are compiled for."""
+    values = (*args, *options.values())
+    return tuple((tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None for value in values)
 
 
 @functools.cache

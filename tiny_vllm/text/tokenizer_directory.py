@@ -139,13 +139,20 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> _Templates | 
     named = _named_templates(_read_json(directory / "chat_template.json").get("chat_template"))
     named = {**_named_templates(config.get("chat_template")), **named}
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        named[file.stem] = file.read_text(encoding="utf-8")
+        named[file.stem] = _read_text(file)
     own_file = directory / "chat_template.jinja"
     if own_file.is_file():
-        named["default"] = own_file.read_text(encoding="utf-8")
+        named["default"] = _read_text(own_file)
     tool = named.get(TOOL_TEMPLATE_NAME)
     default = named.get("default", tool)
     return None if default is None else _Templates(default, tool)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}", hint="it must be a text file in UTF-8") from error
 
 
 def _named_templates(value: object) -> dict[str, str]:
