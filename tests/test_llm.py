@@ -18,7 +18,7 @@ import torch
 
 from tests.helpers.oracle import all_logits, greedy_tokens
 from tests.helpers.tiny_models import TURN_END_ID, VOCAB_SIZE, make_tiny_llama, save_tiny_llama
-from tiny_vllm import LLM, ConfigError, EngineDead, RequestError, RequestOutput, SamplingParams
+from tiny_vllm import LLM, CapacityError, ConfigError, EngineDead, RequestError, RequestOutput, SamplingParams
 
 # Largest difference of log-probabilities: FP32 sums of at most 96 terms of size ~10, over two layers, in
 # another order: about 10 x sqrt(96) x 2^-24 per product, and a few products deep.
@@ -621,3 +621,12 @@ def test_bfloat16_decodes_do_not_depend_on_their_company(directory: Path) -> Non
     with LLM(str(directory), dtype="bfloat16", max_num_seqs=12, device="cpu") as llm:
         runs = [tokens_of(llm.generate([prompt, *others[:count]], params))[0] for count in (0, 3, 7, 8, 11)]
     assert all(run == runs[0] for run in runs)
+
+
+def test_a_batch_that_exceeds_the_queue_leaves_nothing_behind(directory: Path) -> None:
+    with LLM(str(directory), max_num_seqs=1, max_queue_len=2, num_pages=16) as llm:
+        with pytest.raises(CapacityError, match="max_queue_len"):
+            llm.generate([[5], [6], [7], [8]], greedy(2))
+        stats = llm.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert len(llm.generate([[5], [6], [7]], greedy(2))) == 3
