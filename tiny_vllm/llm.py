@@ -24,7 +24,7 @@ from tqdm import tqdm
 from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine.build import build_engine, plan_engine
 from tiny_vllm.engine.engine import Engine, EngineStats
-from tiny_vllm.errors import EngineDead, RequestError, TinyVLLMError
+from tiny_vllm.errors import EngineDead, RequestError
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.outputs import RequestOutput, RequestUpdate
 from tiny_vllm.text.output_processor import OutputProcessor
@@ -254,16 +254,15 @@ class LLM:
         """Queue requests: all of them or, on an error, none."""
         engine = self._live_engine()
         outputs: list[RequestOutput] = []
-        with _interrupts_deferred():
-            self._abort_abandoned()
-            try:
+        try:
+            with _interrupts_deferred():
+                self._abort_abandoned()
                 for item in prepared:
                     engine.add(item.request)
                     outputs.append(self._processor.add(item.request, item.prompt))
-            except TinyVLLMError:
-                self._abandoned.extend(output.request_id for output in outputs)
-                self._abort_abandoned()
-                raise
+        except BaseException:
+            self._abandoned.extend(output.request_id for output in outputs)
+            raise
         return outputs
 
     def _step(self) -> list[RequestUpdate]:
