@@ -70,7 +70,7 @@ class EngineConfig:
     max_n: int = _option(128, "most choices a request may ask for", low=1)
     enforce_eager: bool = _option(False, "do not capture CUDA graphs")
     fused_cpu_decode: bool | None = _option(
-        None, "compute small decode steps on a CPU in one compiled function, holding the weights twice"
+        None, "compute decodes on a CPU in one compiled function, holding the weights twice"
     )
 
     def __post_init__(self) -> None:
@@ -262,7 +262,9 @@ def resolve(
             values[name] = given
 
     _choose_batch_limits(config, choose, on_gpu)
-    choose("prefill_policy", "mixed", "measured: the same throughput, shorter longest gaps between tokens")
+    # Compared by benchmarks/prefill_policy.py on a CPU alone.
+    measured = "measured: the same throughput, shorter longest gaps between tokens"
+    choose("prefill_policy", "mixed", "running requests go on while prompts run" if on_gpu else measured)
     choose("max_model_len", facts.default_model_len, "the model's context")
     if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
         raise ConfigError(

@@ -21,7 +21,7 @@ from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import ModelWeights
 
-pytest.importorskip("numba")
+pytest.importorskip("numba", reason="the fused step needs numba")
 
 # FP32 dots of up to 200 terms in another order, two layers deep, logits of size 10: see test_decoder.
 TOLERANCE = 1e-4

@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_ids_and_texts_are_those_of_transformers(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, name: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
     config = {**CONFIGS[name], "tokenizer_class": "PreTrainedTokenizerFast"}
     directory = write(tmp_path, request.getfixturevalue(f"{kind}_tokenizer"), tokenizer_config=config)
     reference = transformers.AutoTokenizer.from_pretrained(str(directory))

@@ -78,13 +78,15 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         available_bytes=_available_bytes(),
     )
     resolved = replace(resolved, fused_cpu_decode=bool(fused.value))
-    limit = _available_bytes() - weight_bytes if free_bytes is None else free_bytes
+    available = _available_bytes()
+    limit = available - weight_bytes if free_bytes is None else free_bytes
+    is_known = free_bytes is not None or available > 0
     assert resolved.num_pages is not None
     needed = resolved.num_pages * page_bytes(dtype, resolved.page_size, facts)
-    if limit > 0 and needed > limit:
+    if is_known and needed > limit:
         raise ConfigError(
             f"the page pool needs {needed / GIB:.2f} GiB ({resolved.num_pages} pages), but beside the "
-            f"weights ({weight_bytes / GIB:.2f} GiB) {limit / GIB:.2f} GiB are available",
+            f"weights ({weight_bytes / GIB:.2f} GiB) {max(limit, 0) / GIB:.2f} GiB are available",
             hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len",
         )
     return EnginePlan(checkpoint, resolved, (*choices, fused), weight_bytes)

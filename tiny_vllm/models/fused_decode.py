@@ -1,4 +1,4 @@
-"""The decoder's small decode steps as one fused CPU step: from spec, weights and batch to `CPUDecode`."""
+"""The decoder's decodes and logits by the fused CPU step: from spec, weights and batch to `CPUDecode`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FusedDecode:
-    """Hidden states of a batch of few decodes, from a copy of the layers' weights. Needs numba."""
+    """Hidden states of decodes, and logits, from a copy of the weights. Needs numba."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, cos_sin: Tensor) -> None:
         # numba takes a quarter of a second to import, and may be absent where this class is not used.
