@@ -33,7 +33,10 @@ LAYERS = (
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 PLANNING = ("sequence", "waiting", "page_pool", "prefix_cache", "scheduler", "plan")
-HEAVY = ("torch", "transformers", "gguf", "huggingface_hub", "rich", "fastapi", "tokenizers")
+HEAVY = (
+    *("torch", "transformers", "gguf", "huggingface_hub", "rich", "tokenizers"),
+    *("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "pydantic"),
+)
 PUBLIC_NAMES = {
     "LLM",
     "SamplingParams",

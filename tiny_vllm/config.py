@@ -75,7 +75,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            _check_option(option.name, getattr(self, option.name), option.type, option.metadata)
+            check_option(option.name, getattr(self, option.name), option.type, option.metadata)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size is {self.page_size}, but must be a power of two", hint="use 16")
         if self.pool_sizing == "formula" and self.mean_sequence_len is None:
@@ -107,7 +107,8 @@ class EngineConfig:
         return cls(**options)
 
 
-def _check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+def check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+    """Check a value against its field's annotation and its "low" and "high". Raises ConfigError."""
     kind = OPTION_KINDS[str(annotation)]
     if value is None and kind.optional:
         return
@@ -152,6 +153,7 @@ OPTION_KINDS: Mapping[str, OptionKind] = {
     "int": OptionKind(int),
     "int | None": OptionKind(int, optional=True),
     "float": OptionKind(float),
+    "float | None": OptionKind(float, optional=True),
     "bool": OptionKind(bool),
     "bool | None": OptionKind(bool, optional=True),
     "Device": OptionKind(str, choices=get_args(Device)),

@@ -30,8 +30,23 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
     """One option per field of EngineConfig. defaults: a command's own, by field name."""
-    group = parser.add_argument_group("engine options")
-    for option in fields(EngineConfig):
+    add_config_options(parser.add_argument_group("engine options"), EngineConfig, defaults)
+
+
+def add_config_options(
+    group: argparse._ArgumentGroup, config_class: type, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """One option per field of a configuration; tuples are options that may be given several times."""
+    for option in fields(config_class):
+        if option.type == "tuple[str, ...]":
+            group.add_argument(
+                _flag(option.name),
+                action="append",
+                default=[],
+                metavar="TEXT",
+                help=_escaped(option.metadata["help"]),
+            )
+            continue
         kind = OPTION_KINDS[str(option.type)]
         default = (defaults or {}).get(option.name, option.default)
         text = f"{option.metadata['help']} ({_limits(option)}default: {_shown(default)})"

@@ -1,0 +1,68 @@
+"""Options of the server, beside those of the engine. The command line is generated from these fields."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tiny_vllm.config import check_option
+from tiny_vllm.errors import ConfigError
+
+API_KEY_VARIABLE = "TINY_VLLM_API_KEY"
+
+
+def _option(default: Any, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help_text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Every option of the server. Tuples are options that may be given several times."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every network interface")
+    port: int = _option(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: str | None = _option(None, "name of the model in the API (default: the model's own)")
+    api_key: tuple[str, ...] = _option(
+        (), f"key that clients must send; also read from ${API_KEY_VARIABLE}, separated by commas"
+    )
+    separate_keys: bool = _option(False, "share cached prefixes only between requests with the same API key")
+    cors_origin: tuple[str, ...] = _option((), "origin whose web pages may call the API; * is every one")
+    max_body_bytes: int = _option(8 << 20, "longest request body", low=1)
+    max_prompts: int = _option(256, "most prompts in one request", low=1)
+    max_stop_strings: int = _option(16, "most stop strings in one request", low=1, high=64)
+    max_requests: int = _option(4096, "most requests in progress; more are refused with 429", low=1)
+    max_requests_per_key: int | None = _option(None, "most requests in progress for one API key", low=1)
+    body_timeout: float = _option(30.0, "seconds a client may take to send a request body", low=0.01)
+    request_timeout: float | None = _option(None, "seconds until a request is given up", low=0.01)
+    stall_timeout: float = _option(
+        60.0, "seconds without a sign of life from the engine until /health fails", low=0.1
+    )
+    restart_engine: bool = _option(True, "start a new engine process when one has died")
+    drain_timeout: float = _option(30.0, "seconds that running requests get to finish on SIGTERM", low=0.0)
+    live_page: bool = _option(True, "serve the page with the chat and the picture of the engine at /")
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.type == "tuple[str, ...]":
+                _check_texts(option.name, value)
+            else:
+                check_option(option.name, value, option.type, option.metadata)
+        if self.separate_keys and not self.api_key:
+            raise ConfigError(
+                "separate_keys is on, but there is no API key",
+                hint=f"give --api-key or set {API_KEY_VARIABLE}",
+            )
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    return tuple(key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip())
+
+
+def _check_texts(name: str, values: object) -> None:
+    if not isinstance(values, tuple):
+        raise ConfigError(f"{name} is {values!r:.80}, but must be a tuple of strings")
+    for value in values:
+        if not isinstance(value, str) or not value.isascii() or not value.strip():
+            raise ConfigError(f"{name} has an entry that is no ASCII text", hint="leave it out")
