@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.paged_decode_attention import (
+    PagedContext,
     paged_decode_attention,
     paged_decode_attention_ref,
     prepare_decode_attention,
@@ -30,7 +33,13 @@ CASES = {
 
 
 def make_case(
-    case: str, dtype: torch.dtype, poison: float
+    case: str,
+    dtype: torch.dtype,
+    poison: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k_cache, v_cache, page_table, context_lens, and the FP64 answer. All other cells hold the poison."""
     lens, num_heads, num_kv_heads, head_dim, page_size = CASES[case]
@@ -52,7 +61,13 @@ def make_case(
         group = num_heads // num_kv_heads
         keys, values = keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
         scores = torch.einsum("hd,lhd->hl", q[index].double(), keys) * head_dim**-0.5
-        outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window is not None:
+            scores[:, : max(length - window, 0)] = -torch.inf
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().unsqueeze(1)), 1)
+        outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, :length], values))
     return q, k_cache, v_cache, page_table, torch.tensor(lens), torch.stack(outputs)
 
 
@@ -69,6 +84,33 @@ def test_equals_softmax_over_the_own_context_only(case: str, poison: float, dtyp
     ):
         assert actual.dtype == dtype
         atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": dict(window=7),
+    "window_of_one": dict(window=1),
+    "softcap": dict(softcap=3.0),
+    "sinks": dict(sinks=True),
+    "everything": dict(window=300, softcap=3.0, sinks=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", ["typical", "irregular", "beyond_one_tile", "products"])
+def test_windows_softcaps_and_sinks(case: str, variant: str) -> None:
+    options = dict(VARIANTS[variant])
+    if "sinks" in options:
+        options["sinks"] = 2 * torch.randn(CASES[case][1])
+    *inputs, expected = make_case(case, torch.float32, float("nan"), **options)
+    q, k_cache, v_cache, page_table, context_lens = inputs
+    scale = q.shape[-1] ** -0.5
+    context = PagedContext(page_table, context_lens)
+    atol = TOLERANCES[torch.float32] * float(v_cache[v_cache.isfinite()].abs().max())
+    for actual in (
+        paged_decode_attention_ref(*inputs, scale, **options),
+        paged_decode_attention(q, k_cache, v_cache, [context], scale, **options),
+    ):
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels import prefill_attention as module
 from tiny_vllm.kernels.prefill_attention import (
+    PagedChunks,
     prefill_attention,
     prefill_attention_ref,
     prepare_prefill_attention,
@@ -28,7 +31,13 @@ CASES = {
 
 
 def make_case(
-    case: str, dtype: torch.dtype, poison: float
+    case: str,
+    dtype: torch.dtype,
+    poison: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
     """q, k_cache, v_cache, (page_table, query_starts, context_lens), and the FP64 answer."""
     chunks, num_heads, num_kv_heads, head_dim, page_size = CASES[case]
@@ -51,8 +60,14 @@ def make_case(
         keys, values = keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,lhd->hql", q.double(), keys) * head_dim**-0.5
         positions = torch.arange(length - chunk_len, length)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         scores.masked_fill_(torch.arange(length) > positions.unsqueeze(1), -torch.inf)
-        outputs.append(torch.einsum("hql,lhd->qhd", scores.softmax(-1), values))
+        if window is not None:
+            scores.masked_fill_(torch.arange(length) <= positions.unsqueeze(1) - window, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, chunk_len, 1)), -1)
+        outputs.append(torch.einsum("hql,lhd->qhd", scores.softmax(-1)[..., :length], values))
         queries.append(q)
         starts.append(starts[-1] + chunk_len)
     context_lens = torch.tensor([length for _, length in chunks])
@@ -75,6 +90,32 @@ def test_equals_causal_softmax_over_the_own_context_only(
     ):
         assert actual.dtype == dtype
         atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": dict(window=7),
+    "window_of_one": dict(window=1),
+    "window_of_more_than_a_key_tile": dict(window=1050),
+    "softcap": dict(softcap=3.0),
+    "sinks": dict(sinks=True),
+    "everything": dict(window=30, softcap=3.0, sinks=True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", ["typical", "irregular", "beyond_one_query_tile", "beyond_one_key_tile"])
+def test_windows_softcaps_and_sinks(case: str, variant: str) -> None:
+    options = dict(VARIANTS[variant])
+    if "sinks" in options:
+        options["sinks"] = 2 * torch.randn(CASES[case][1])
+    q, k_cache, v_cache, tables, expected = make_case(case, torch.float32, float("nan"), **options)
+    scale = q.shape[-1] ** -0.5
+    atol = TOLERANCES[torch.float32] * float(v_cache[v_cache.isfinite()].abs().max())
+    for actual in (
+        prefill_attention_ref(q, k_cache, v_cache, *tables, scale, **options),
+        prefill_attention(q, k_cache, v_cache, [PagedChunks(*tables)], scale, **options),
+    ):
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
 
 

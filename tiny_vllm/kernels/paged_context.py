@@ -25,14 +25,22 @@ def gather_pages(cache: Tensor, rows: Tensor) -> Tensor:
 
 
 def token_rows(
-    page_table: Tensor, context_lens: Tensor, max_context_len: int, num_kv_heads: int, page_size: int
+    page_table: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+    num_kv_heads: int,
+    page_size: int,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Each context token of each head as a row of a cache seen as [num_pages * Hkv * page_size, D].
 
     page_table [B, W] and context_lens [B] int64 -> [B, Hkv, max_context_len] int64. Positions past a
-    sequence's end repeat its last token, so that no foreign cell is read.
+    sequence's end repeat its last token, so that no foreign cell is read. first: [B], the position that each
+    row begins with, 0 by default.
     """
     positions = torch.arange(max_context_len, device=page_table.device)
+    if first is not None:
+        positions = positions + first.unsqueeze(1)
     positions = torch.minimum(positions, (context_lens - 1).unsqueeze(1))
     pages = page_table.gather(1, positions // page_size)
     first_rows = pages * (num_kv_heads * page_size) + positions % page_size

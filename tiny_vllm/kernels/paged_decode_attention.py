@@ -4,6 +4,8 @@
 
 q [B, Hq, D]; k_cache, v_cache [num_pages, Hkv, page_size, D]; page_table [B, W] and context_lens [B] int64;
 out [B, Hq, D] of q's type. Scores, softmax and sums are FP32; out is rounded once.
+Variants, all in the reference: a window lets a query see that many newest tokens, itself included; a softcap
+c bends each scaled score s to c * tanh(s / c); sinks [Hq] FP32 are one more score per head, without a value.
 Moves 2 * sum(context_lens) * Hkv * D values for 4 * sum(context_lens) * Hq * D FLOPs: memory-bound.
 
 The Triton kernel takes a program per sequence, KV head and part of the context, and a second kernel joins the
@@ -135,24 +137,41 @@ def _group_by_length(lens: list[int]) -> list[list[int]]:
 
 
 def paged_decode_attention_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, context_lens: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hq, D] -> [B, Hq, D]."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
-    max_len = int(context_lens.max())
-    rows = token_rows(page_table, context_lens, max_len, num_kv_heads, page_size)
-    hidden = torch.arange(max_len, device=q.device) >= context_lens.view(-1, 1, 1, 1)
+    first = torch.zeros_like(context_lens) if window is None else (context_lens - window).clamp_(min=0)
+    visible_lens = context_lens - first
+    max_len = int(visible_lens.max())
+    rows = token_rows(page_table, context_lens, max_len, num_kv_heads, page_size, first)
+    hidden = torch.arange(max_len, device=q.device) >= visible_lens.view(-1, 1, 1, 1)
     queries = q.reshape(q.shape[0], num_kv_heads, -1, head_dim).float()
 
     # The first tile holds a token of every sequence, so the running maximum is finite from then on.
     maximum = queries.new_full((*queries.shape[:3], 1), -torch.inf)
     total = torch.zeros_like(maximum)
+    if sinks is not None:
+        maximum = sinks.float().view(num_kv_heads, -1, 1).expand_as(maximum)
+        total = torch.ones_like(total)
     output = torch.zeros_like(queries)
     for start in range(0, max_len, KEY_TILE):
         tile = slice(start, start + KEY_TILE)
         keys = gather_tokens(k_cache, rows[..., tile]).float()
         values = gather_tokens(v_cache, rows[..., tile]).float()
-        scores = (queries @ keys.mT * scale).masked_fill_(hidden[..., tile], -torch.inf)
+        scores = queries @ keys.mT * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh_() * softcap
+        scores.masked_fill_(hidden[..., tile], -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         weights = (scores - new_maximum).exp_()
         shrink = (maximum - new_maximum).exp_()
@@ -163,12 +182,26 @@ def paged_decode_attention_ref(
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: list[DecodeContext], scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    contexts: list[DecodeContext],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Hq, D] -> [B, Hq, D]."""
+    """q [B, Hq, D] -> [B, Hq, D]. On a CPU the variants need a PagedContext."""
     first = contexts[0]
     if isinstance(first, PagedContext):
-        return attend_pages(q, k_cache, v_cache, first.page_table, first.context_lens, scale)
+        pages = first.page_table, first.context_lens
+        if runs_triton(q) and softcap is None and sinks is None:
+            return attend_pages(q, k_cache, v_cache, *pages, scale, window=window)
+        return paged_decode_attention_ref(
+            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks
+        )
+    assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     if len(contexts) == 1:
         return _attend(q, k_cache, v_cache, first, scale)
     output = torch.empty_like(q)
@@ -378,10 +411,9 @@ def _attend_pages_ref(
     window: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Where the kernel does not compile. It has no window and cannot be captured in a graph."""
-    assert window is None, "a sliding window needs the kernel"
+    """Where the kernel does not compile. It cannot be captured in a graph."""
     table = page_table if table_rows is None else page_table[table_rows]
-    return paged_decode_attention_ref(q, k_cache, v_cache, table.long(), context_lens, scale)
+    return paged_decode_attention_ref(q, k_cache, v_cache, table.long(), context_lens, scale, window=window)
 
 
 @with_fallback(_attend_pages_ref)

@@ -6,6 +6,7 @@ q [T, Hq, D], the chunks of S sequences one after another; k_cache, v_cache [num
 page_table [S, W], query_starts [S + 1] and context_lens [S] int64; out [T, Hq, D] of q's type. A chunk of n
 tokens holds the last n of its context, whose keys are already in their pages: whole prompts, later chunks and
 prefix hits are one case. Scores, softmax and sums are FP32; out is rounded once.
+The reference has the variants of decode attention: window, softcap and sinks, see paged_decode_attention.py.
 4 * Hq * D FLOPs per query and visible key: compute-bound from some hundred tokens on.
 Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
 
@@ -104,6 +105,10 @@ def prefill_attention_ref(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D]."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
@@ -118,24 +123,48 @@ def prefill_attention_ref(
             tile = slice(start, min(start + QUERY_TILE, starts[index + 1]))
             queries = q[tile].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
             first_position = context_len - starts[index + 1] + start
-            attended = _attend_tile(queries.permute(1, 2, 0, 3).float(), keys, values, scale, first_position)
+            queries = queries.permute(1, 2, 0, 3).float()
+            attended = _attend_tile(
+                queries, keys, values, scale, first_position, window=window, softcap=softcap, sinks=sinks
+            )
             output[tile] = attended.permute(2, 0, 1, 3).reshape(q[tile].shape)
     return output
 
 
-def _attend_tile(queries: Tensor, keys: Tensor, values: Tensor, scale: float, first_position: int) -> Tensor:
+def _attend_tile(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    first_position: int,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """queries [Hkv, G, n, D] at positions from first_position on; keys, values [Hkv, 1, L, D]; all FP32."""
     visible_len = first_position + queries.shape[2]
     positions = torch.arange(first_position, visible_len, device=queries.device).unsqueeze(1)
 
-    # The first key tile holds position 0, visible to every query: the running maximum is finite from then on.
+    # The first key tile holds a key that each query sees, because it is longer than a tile of queries: the
+    # running maximum is finite from then on.
     maximum = queries.new_full((*queries.shape[:3], 1), -torch.inf)
     total = torch.zeros_like(maximum)
+    if sinks is not None:
+        maximum = sinks.float().view(queries.shape[0], -1, 1, 1).expand_as(maximum)
+        total = torch.ones_like(total)
     output = torch.zeros_like(queries)
-    for start in range(0, visible_len, KEY_TILE):
+    begin = 0 if window is None else max(first_position - window + 1, 0)
+    for start in range(begin, visible_len, KEY_TILE):
         end = min(start + KEY_TILE, visible_len)
-        future = torch.arange(start, end, device=queries.device) > positions
-        scores = (queries @ keys[:, :, start:end].mT * scale).masked_fill_(future, -torch.inf)
+        keys_at = torch.arange(start, end, device=queries.device)
+        hidden = keys_at > positions
+        if window is not None:
+            hidden |= keys_at <= positions - window
+        scores = queries @ keys[:, :, start:end].mT * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh_() * softcap
+        scores.masked_fill_(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         weights = (scores - new_maximum).exp_()
         shrink = (maximum - new_maximum).exp_()
@@ -146,13 +175,26 @@ def _attend_tile(queries: Tensor, keys: Tensor, values: Tensor, scale: float, fi
 
 
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: list[PrefillContext], scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    contexts: list[PrefillContext],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]."""
+    """q [T, Hq, D] -> [T, Hq, D]. On a CPU the variants need PagedChunks."""
     first = contexts[0]
     if isinstance(first, PagedChunks):
         pages = first.page_table, first.query_starts, first.context_lens
-        return attend_chunks(q, k_cache, v_cache, *pages, scale)
+        if runs_triton(q) and softcap is None and sinks is None:
+            return attend_chunks(q, k_cache, v_cache, *pages, scale, window=window)
+        return prefill_attention_ref(
+            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks
+        )
+    assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     output = torch.empty_like(q)
     for context in contexts:
         assert isinstance(context, GatheredChunk)
@@ -335,8 +377,9 @@ def _attend_chunks_ref(
     window: int | None = None,
 ) -> Tensor:
     """Where the kernel does not compile."""
-    assert window is None, "a sliding window needs the kernel"
-    return prefill_attention_ref(q, k_cache, v_cache, page_table.long(), query_starts, context_lens, scale)
+    return prefill_attention_ref(
+        q, k_cache, v_cache, page_table.long(), query_starts, context_lens, scale, window=window
+    )
 
 
 @with_fallback(_attend_chunks_ref)
