@@ -62,9 +62,12 @@ class Loading(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded and warm. config: resolved. choices: (option, value, reason) of each "auto"."""
+    """The model is loaded and warm.
 
-    config: EngineConfig
+    options: the resolved EngineConfig by field. choices: (option, value, reason) of each "auto".
+    """
+
+    options: dict[str, Any]
     choices: list[tuple[str, str, str]]
 
 
@@ -86,7 +89,7 @@ class Events(msgspec.Struct, tag=True):
 class Report(msgspec.Struct, tag=True):
     """A sign of life, at least once a second between steps.
 
-    num_reports: since the start. page_map: a letter per page (PAGE_LETTERS) while somebody watches.
+    page_map: a letter per page (PAGE_LETTERS) while somebody watches.
     step_seconds: time in steps so far, for the share of time that anything else takes.
     """
 
