@@ -68,6 +68,9 @@ class EngineConfig:
     max_queue_len: int | None = _option(None, "most waiting sequences before new requests are refused", low=1)
     max_logprobs: int = _option(20, "most logprobs per token a request may ask for; -1: no limit", low=-1)
     max_n: int = _option(128, "most choices a request may ask for", low=1)
+    async_scheduling: bool | None = _option(
+        None, "plan the next step while one runs, and read tokens a step later; default: on a GPU"
+    )
     enforce_eager: bool = _option(False, "do not capture CUDA graphs")
     fused_cpu_decode: bool | None = _option(
         None, "compute decodes on a CPU in one compiled function, holding the weights twice"
@@ -267,6 +270,8 @@ def resolve(
     # Compared by benchmarks/prefill_policy.py on a CPU alone.
     measured = "measured: the same throughput, shorter longest gaps between tokens"
     choose("prefill_policy", "mixed", "running requests go on while prompts run" if on_gpu else measured)
+    async_reason = "hides the host's work behind the GPU's" if on_gpu else "a CPU computes on the host"
+    choose("async_scheduling", on_gpu, async_reason)
     choose("max_model_len", facts.default_model_len, "the model's context")
     if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
         raise ConfigError(

@@ -25,9 +25,17 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(5, 40),
         policy=st.sampled_from(["exclusive", "mixed"]),
         caching=st.booleans(),
+        num_steps_ahead=st.integers(0, 3),
     )
     def start(
-        self, page_size: int, num_tokens: int, num_slots: int, budget: int, policy: str, caching: bool
+        self,
+        page_size: int,
+        num_tokens: int,
+        num_slots: int,
+        budget: int,
+        policy: str,
+        caching: bool,
+        num_steps_ahead: int,
     ) -> None:
         self.fake = FakeEngine(
             page_size=page_size,
@@ -39,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
             eos_token_ids=(0, 1),
             max_model_len=120,
             ageing_seconds=0.05,
+            num_steps_ahead=num_steps_ahead,
         )
         self.count = 0
         self.aborted: set[str] = set()
@@ -108,6 +117,19 @@ class EngineMachine(RuleBasedStateMachine):
             self.fake.engine.scheduler.check()
         self.fake.executor.failure = None
 
+    @rule()
+    def interrupt_reading(self) -> None:
+        self.fake.executor.late_failure = KeyboardInterrupt()
+        try:
+            self.fake.step()
+        except KeyboardInterrupt:
+            self.fake.engine.scheduler.check()
+        self.fake.executor.late_failure = None
+
+    @rule(is_on=st.booleans())
+    def wait_for_every_step(self, is_on: bool) -> None:
+        self.fake.executor.synchronous = is_on
+
     @precondition(lambda self: self.count > 4)
     @rule()
     def drain(self) -> None:
@@ -146,8 +168,11 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
+@pytest.mark.parametrize("num_steps_ahead", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_long_random_load_with_shared_prefixes_aborts_and_a_tiny_pool(seed: int) -> None:
+def test_long_random_load_with_shared_prefixes_aborts_and_a_tiny_pool(
+    seed: int, num_steps_ahead: int
+) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 4, 16])
     fake = FakeEngine(
@@ -159,6 +184,7 @@ def test_long_random_load_with_shared_prefixes_aborts_and_a_tiny_pool(seed: int)
         eos_token_ids=(0, 1),
         max_model_len=120,
         ageing_seconds=0.05,
+        num_steps_ahead=num_steps_ahead,
     )
     aborted: set[str] = set()
     for number in range(500):

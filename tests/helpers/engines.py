@@ -33,7 +33,14 @@ class Outcome:
 class FakeEngine:
     """An engine, its fake model, its clock, and everything it has said so far."""
 
-    def __init__(self, *, page_size: int = 4, eos_token_ids: tuple[int, ...] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        eos_token_ids: tuple[int, ...] = (),
+        num_steps_ahead: int = 0,
+        **options: Any,
+    ) -> None:
         defaults = dict(
             max_num_seqs=4,
             num_pages=64,
@@ -47,6 +54,7 @@ class FakeEngine:
         self.executor = FakeExecutor(page_size)
         config = EngineConfig(page_size=page_size, **{**defaults, **options})
         self.engine = Engine(config, self.executor, eos_token_ids=eos_token_ids, clock=self.clock)
+        self.engine.num_steps_ahead = num_steps_ahead
         self.eos_token_ids = frozenset(eos_token_ids)
         self.outcomes: dict[tuple[str, int], Outcome] = defaultdict(Outcome)
         self.requests: dict[str, Request] = {}

@@ -40,6 +40,7 @@ def expected_tokens(prompt: tuple[int, ...], seed: int, count: int, ending: froz
 
 @dataclass
 class FakeSlot:
+    request_id: str
     seed: int
     pages: list[int]
     computed_len: int
@@ -47,14 +48,37 @@ class FakeSlot:
 
 
 @dataclass
+class FakeStep:
+    """Computed when it was submitted, but only told when asked for."""
+
+    executor: FakeExecutor
+    answer: StepResult
+    is_synchronous: bool
+
+    def result(self) -> StepResult:
+        if self.executor.late_failure is not None:
+            failure, self.executor.late_failure = self.executor.late_failure, None
+            raise failure
+        return self.answer
+
+
+@dataclass
 class FakeExecutor:
-    """fail_on_step: raise this instead of computing, once."""
+    """failure: raise this instead of computing, once. late_failure: raise it when a result is asked for,
+    once. synchronous: says so of its steps. broken: request id to the context length after which its logits
+    are unusable."""
 
     page_size: int
     cells: dict[int, bytes] = field(default_factory=dict)
     slots: dict[int, FakeSlot] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
     failure: BaseException | None = None
+    late_failure: BaseException | None = None
+    synchronous: bool = False
+    broken: dict[str, int] = field(default_factory=dict)
+
+    def submit(self, plan: StepPlan) -> FakeStep:
+        return FakeStep(self, self.execute(plan), self.synchronous)
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.failure is not None:
@@ -66,7 +90,10 @@ class FakeExecutor:
         for admission in plan.admissions:
             assert admission.slot not in self.slots, "admitted into a taken slot"
             self.slots[admission.slot] = FakeSlot(
-                admission.seed, list(admission.page_ids), admission.computed_len
+                admission.request.request_id,
+                admission.seed,
+                list(admission.page_ids),
+                admission.computed_len,
             )
         for edit in plan.page_edits:
             assert edit.index == len(self.slots[edit.slot].pages), "page tables only grow at the end"
@@ -103,6 +130,9 @@ class FakeExecutor:
             last = fingerprint(last, token)
             self.cells[self._cell(row, row.computed_len)] = last
             row.computed_len += 1
+        if samples and row.computed_len == self.broken.get(row.request_id):
+            row.last_token = 0
+            return None
         if samples:
             row.last_token = next_token(last, row.seed)
             return row.last_token

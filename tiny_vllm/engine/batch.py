@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ def build_batch(plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatc
     )
 
 
-def _rows(table: SlotTable, slots: list[int], index: Tensor) -> Tensor:
+def _rows(table: SlotTable, slots: Sequence[int], index: Tensor) -> Tensor:
     """Page tables of these slots, cut to the widest."""
     width = max((table.num_pages[slot] for slot in slots), default=0)
     return table.page_table[index, :width]

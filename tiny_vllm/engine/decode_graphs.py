@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._pool: Any = None
 
-    def draw(self, slots: list[int], max_context_len: int) -> tuple[list[int], list[bool]]:
+    def draw(self, slots: Sequence[int], max_context_len: int) -> tuple[list[int], list[bool]]:
         """Next tokens of these slots, written to the state, and whether each row's logits were usable.
 
         max_context_len: at least the longest context of the step, this step's tokens included.
@@ -51,16 +52,16 @@ class DecodeGraphs:
         both = torch.stack((result.tokens, result.is_valid.long()))[:, : len(slots)].tolist()
         return both[0], [bool(valid) for valid in both[1]]
 
-    def logits(self, slots: list[int], max_context_len: int) -> Tensor:
+    def logits(self, slots: Sequence[int], max_context_len: int) -> Tensor:
         """FP32 [len(slots), vocab]; the state stays as it is. Valid until the next call."""
         result = self._run(slots, max_context_len, with_draw=False)
         assert isinstance(result, Tensor)
         return result[: len(slots)]
 
-    def _run(self, slots: list[int], max_context_len: int, *, with_draw: bool) -> ChainResult | Tensor:
+    def _run(self, slots: Sequence[int], max_context_len: int, *, with_draw: bool) -> ChainResult | Tensor:
         num_rows = 1 << (len(slots) - 1).bit_length()
         context = max(MIN_CONTEXT_BUCKET, 1 << (max_context_len - 1).bit_length())
-        padded = torch.tensor(slots + [self._num_slots] * (num_rows - len(slots)), dtype=torch.int64)
+        padded = torch.tensor([*slots] + [self._num_slots] * (num_rows - len(slots)), dtype=torch.int64)
         if not self._capture:
             return self._step(padded.to(self._temperature.device), context, with_draw)
         key = (num_rows, context, with_draw)

@@ -1,12 +1,14 @@
-"""Joins the planning half and the device half: one `step` is plan, compute, commit.
+"""Joins the planning half and the device half: a step is planned, computed and committed.
 
-The engine speaks token ids. It is driven from one thread.
+With look-ahead, `step` plans and submits a step before it waits for the one before, so that the host works
+while the device does. The engine speaks token ids. It is driven from one thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,11 +26,25 @@ from tiny_vllm.types import FinishReason, Request, TokenEvent
 logger = logging.getLogger(__name__)
 
 
+class SubmittedStep(Protocol):
+    """A step on its way through the device half."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the host had to wait for the step while it was submitted, so that planning ahead of its
+        result gains nothing."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step. May be called again."""
+        ...
+
+
 class Executor(Protocol):
     """The device half, as the engine sees it."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
+    def submit(self, plan: StepPlan) -> SubmittedStep:
+        """Start computing one step, after all those submitted before."""
         ...
 
 
@@ -54,6 +70,7 @@ class Engine:
 
     config: resolved. eos_token_ids: the model's end-of-sequence tokens.
     clock: seconds, monotonic; arrival times of requests are on the same clock.
+    num_steps_ahead: steps that are submitted before an earlier one's tokens are read.
     """
 
     def __init__(
@@ -76,7 +93,9 @@ class Engine:
             prefill_policy=config.prefill_policy,
         )
         self._max_model_len = config.max_model_len
+        self.num_steps_ahead = 1 if config.async_scheduling else 0
         self._executor = executor
+        self._under_way: deque[tuple[StepPlan, SubmittedStep]] = deque()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_requests = 0
@@ -141,29 +160,53 @@ class Engine:
                 self.scheduler.stop(sequence, FinishReason.STOP)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step and return its events.
+        """Submit one step and return the events of those that are read after it: with look-ahead, the events
+        of an earlier step.
 
         Raises EngineDead if the computation fails; every unfinished request is then lost. An interruption
         (such as Ctrl-C) during the computation leaves the engine whole: the step counts as not done.
         """
         self._check_alive()
         plan = self.scheduler.schedule(self.clock())
-        if not plan.is_empty:
-            try:
-                result = self._executor.execute(plan)
-            except Exception as error:
-                self._failure = error
-                raise EngineDead(f"a step failed: {error}", hint="the cause is shown with it") from error
-            except BaseException:
-                self.scheduler.roll_back(plan)
-                raise
-            self.scheduler.commit(plan, result)
-            self._num_steps += 1
+        while plan is None:
+            self._read_oldest()
+            plan = self.scheduler.schedule(self.clock())
+        num_ahead = 0 if plan.is_empty else self._submit(plan)
+        while len(self._under_way) > num_ahead:
+            self._read_oldest()
         events = self.scheduler.take_events()
         for event in events:
             if event.finish_reason is not None:
                 self._forget_finished(event.request_id)
         return events
+
+    def _submit(self, plan: StepPlan) -> int:
+        """Start a step. Returns how many steps may stay under way."""
+        try:
+            submitted = self._executor.submit(plan)
+        except Exception as error:
+            raise self._fail(error) from error
+        except BaseException:
+            self._under_way.clear()
+            self.scheduler.roll_back(plan)
+            raise
+        self._under_way.append((plan, submitted))
+        self._num_steps += 1
+        return 0 if submitted.is_synchronous else self.num_steps_ahead
+
+    def _read_oldest(self) -> None:
+        plan, submitted = self._under_way[0]
+        try:
+            result = submitted.result()
+        except Exception as error:
+            raise self._fail(error) from error
+        self._under_way.popleft()
+        self.scheduler.commit(plan, result)
+
+    def _fail(self, error: Exception) -> EngineDead:
+        self._failure = error
+        self._under_way.clear()
+        return EngineDead(f"a step failed: {error}", hint="the cause is shown with it")
 
     def stats(self) -> EngineStats:
         usage = self.scheduler.pool.usage()

@@ -62,15 +62,16 @@ class Chunk:
 class StepPlan:
     """One step. Edits apply in this order: released slots, admissions, page edits, then the computation.
 
-    decode_slots, decode_sequence_ids: sequences that advance by their one last token, in order.
+    decode_slots, decode_sequence_ids: sequences that advance by their one last token, in order. The token may
+    be one that only the device knows yet.
     """
 
     step: int
     released_slots: tuple[int, ...]
     admissions: tuple[Admission, ...]
     page_edits: tuple[PageEdit, ...]
-    decode_slots: list[int]
-    decode_sequence_ids: list[int]
+    decode_slots: tuple[int, ...]
+    decode_sequence_ids: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,6 +39,17 @@ def _one_torch_thread(is_wanted: bool) -> Iterator[None]:
             torch.set_num_threads(num_threads)
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose result is known."""
+
+    answer: StepResult
+    is_synchronous: bool = False
+
+    def result(self) -> StepResult:
+        return self.answer
+
+
 class Runner:
     """Executes plans on one device.
 
@@ -60,6 +72,10 @@ class Runner:
         self._table = table
         self._page_size = page_size
         self._graphs = graphs
+
+    def submit(self, plan: StepPlan) -> ComputedStep:
+        """Compute the step at once."""
+        return ComputedStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -126,7 +142,7 @@ class Runner:
             hidden = hidden[torch.tensor(rows, device=hidden.device)]
         return self._draw(self._decoder.logits(hidden), slots)
 
-    def _draw(self, logits: Tensor, slots: list[int]) -> StepResult:
+    def _draw(self, logits: Tensor, slots: Sequence[int]) -> StepResult:
         with _one_torch_thread(self._decoder.fused_decode is not None):
             sampled = self._sampler.sample(logits, slots)
         token_ids: list[int | None] = list(sampled.token_ids)
@@ -153,7 +169,7 @@ class Runner:
             scores.extend(prompt_logprobs(logits, next_tokens, num_top))
         return scores
 
-    def _advance(self, plan: StepPlan, slots: list[int], result: StepResult) -> None:
+    def _advance(self, plan: StepPlan, slots: Sequence[int], result: StepResult) -> None:
         table, device = self._table, self._table.last_token.device
         if plan.decode_slots:
             table.computed_len[torch.tensor(plan.decode_slots, device=device)] += 1

@@ -126,12 +126,12 @@ class Sampler:
         self._num_logprobs.pop(slot, None)
         self._special.discard(slot)
 
-    def need_logits(self, slots: list[int]) -> bool:
+    def need_logits(self, slots: Sequence[int]) -> bool:
         """Whether any of these slots needs more than its temperature to draw a token."""
         return not self._special.isdisjoint(slots)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, slots: Sequence[int]) -> SampledTokens:
         """Draw one token for each of N distinct slots and record it.
 
         logits: [N, vocab] FP32 of the model, contiguous; row i belongs to slots[i]. They may be overwritten.
@@ -169,7 +169,7 @@ class Sampler:
             keys=noise_keys(self.stream[slot_ids], self.position[slot_ids]),
         )
 
-    def _apply_penalties(self, logits: torch.Tensor, rows: list[int], slots: list[int]) -> None:
+    def _apply_penalties(self, logits: torch.Tensor, rows: list[int], slots: Sequence[int]) -> None:
         slot_ids = torch.tensor([slots[row] for row in rows], device=self._device)
         seen = self._seen
         apply_penalties(
@@ -182,7 +182,7 @@ class Sampler:
         )
 
     def _logprobs(
-        self, raw: torch.Tensor, tokens: torch.Tensor, rows: list[int], slots: list[int]
+        self, raw: torch.Tensor, tokens: torch.Tensor, rows: list[int], slots: Sequence[int]
     ) -> list[TokenLogprobs | None]:
         """Rows that list equally many tokens are worked on together."""
         found: list[TokenLogprobs | None] = [None] * len(slots)
@@ -210,7 +210,7 @@ def prompt_logprobs(logits: torch.Tensor, next_token_ids: torch.Tensor, num_top:
     return found
 
 
-def _rows_of(slots: list[int], users: Container[int]) -> list[int]:
+def _rows_of(slots: Sequence[int], users: Container[int]) -> list[int]:
     """Rows whose slot uses a feature."""
     return [row for row, slot in enumerate(slots) if slot in users] if users else []
 

@@ -3,6 +3,14 @@
 `schedule` turns the state into a `StepPlan`; `commit` applies its result and says what each sequence got.
 Both are plain Python on plain data, without torch.
 
+Several steps may be under way: planned, and not committed yet. Lengths move on when a step is planned, so
+the next one can be planned before the tokens are known; tokens, events and shareable pages come with the
+commit. Steps run in the order of their plans, so slots and pages that are given up can be handed out again at
+once: the next owner overwrites what a step under way still writes there. A sequence whose last token is under
+way gives up its slot when that step is planned and its pages when it is committed. One that turns out to have
+ended earlier is still in the steps under way; its rows there are ignored. Preemption is decided on read
+results alone: `schedule` then asks for them first.
+
 Rules, in the order they are applied in a step:
 1. Every decoding sequence gets the page for its next token. If the pool is empty, the sequence that would
    come last in the queue is preempted: it gives up slot and pages and waits again. A sequence that is alone
@@ -16,6 +24,9 @@ Rules, in the order they are applied in a step:
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 from tiny_vllm.engine.page_pool import PagePool
 from tiny_vllm.engine.plan import Admission, Chunk, PageEdit, StepPlan, StepResult
 from tiny_vllm.engine.prefix_cache import extend_hashes, find_prefix
@@ -24,10 +35,33 @@ from tiny_vllm.engine.waiting import WaitingQueue
 from tiny_vllm.types import FinishReason, PromptInfo, TokenEvent, TokenLogprobs
 
 
+class _ResultsNeeded(Exception):
+    """The next step can only be planned once the steps under way have been committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The decoding sequences, as rows of a plan. The same object every step until one comes or goes."""
+
+    sequences: tuple[Sequence, ...] = ()
+    slots: tuple[int, ...] = ()
+    sequence_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    """A plan and the sequences of its decodes and of its chunks, in the plan's order."""
+
+    plan: StepPlan
+    decodes: tuple[Sequence, ...]
+    chunked: tuple[Sequence, ...]
+
+
 class Scheduler:
     """Owns the sequences, the slots and the page pool.
 
     max_num_batched_tokens: most tokens in a step; at least num_slots, so that no decode is ever left out.
+    finishing: sequences whose last token is under way; they have pages but no slot.
     """
 
     def __init__(
@@ -47,6 +81,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
+        self.finishing: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -56,9 +91,12 @@ class Scheduler:
         self._admissions: list[Admission] = []
         self._page_edits: list[PageEdit] = []
         self._events: list[TokenEvent] = []
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._decodes: _Decodes | None = None
 
     @property
     def num_running(self) -> int:
+        """Sequences in slots."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
@@ -67,7 +105,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.decoding or self._events)
+        return bool(self.waiting or self.prefilling or self.decoding or self._under_way or self._events)
 
     def running(self) -> list[Sequence]:
         """Sequences in slots, most urgent first."""
@@ -80,48 +118,61 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
 
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step; empty when nothing can run. now: seconds on the engine's clock."""
-        self._grow_decodes()
-        self._admit(now)
-        chunks = self._cut_chunks()
-        decodes = [] if self.is_exclusive and chunks else list(self.decoding.values())
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; empty when nothing can run. now: seconds on the engine's clock.
+
+        None: commit the oldest step under way, and call again. A plan that is not empty is under way from now
+        on, until it is committed or rolled back.
+        """
+        try:
+            self._grow_decodes()
+            self._admit(now)
+        except _ResultsNeeded:
+            return None
+        chunked, chunks = self._cut_chunks()
+        decodes = _Decodes() if self.is_exclusive and chunks else self._current_decodes()
         self._step += 1
         plan = StepPlan(
             step=self._step,
             released_slots=tuple(self._released_slots),
             admissions=tuple(self._admissions),
             page_edits=tuple(self._page_edits),
-            decode_slots=[sequence.slot for sequence in decodes if sequence.slot is not None],
-            decode_sequence_ids=[sequence.sequence_id for sequence in decodes],
+            decode_slots=decodes.slots,
+            decode_sequence_ids=decodes.sequence_ids,
             chunks=chunks,
         )
         if not plan.is_empty:  # an empty plan is not executed, so what it says must be said again
             self._released_slots.clear()
             self._admissions.clear()
             self._page_edits.clear()
+            self._under_way.append(_StepUnderWay(plan, decodes.sequences, chunked))
+            self._advance(decodes.sequences, chunked, chunks)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Record what a step computed: lengths, new tokens, finished sequences, shareable pages."""
+        """Record what the oldest step under way computed: new tokens, finished sequences, shareable pages."""
+        step = self._under_way.popleft()
+        assert step.plan is plan, "steps are committed in the order of their plans"
         tokens = iter(result.token_ids)
         logprobs = iter(result.logprobs or [None] * len(result.token_ids))
-        for sequence_id in plan.decode_sequence_ids:
-            sequence = self.decoding[sequence_id]
-            sequence.computed_len += 1
-            if sequence.computed_len % self.page_size == 0:
-                self._publish(sequence)
-            self._append(sequence, next(tokens), next(logprobs))
-        for position, chunk in enumerate(plan.chunks):
-            sequence = self.prefilling[chunk.sequence_id]
-            sequence.computed_len += len(chunk.token_ids)
+        page_size = self.page_size
+        for sequence, token_id, token_logprobs in zip(step.decodes, tokens, logprobs, strict=False):
+            if sequence.finish_reason is None:
+                # Everything known before this token has been computed now.
+                known_len = len(sequence.token_ids)
+                if not known_len % page_size:
+                    self._publish(sequence, known_len)
+                self._append(sequence, token_id, token_logprobs)
+        for position, (sequence, chunk) in enumerate(zip(step.chunked, plan.chunks, strict=True)):
+            token_id, token_logprobs = (next(tokens), next(logprobs)) if chunk.samples else (None, None)
+            if sequence.finish_reason is not None:
+                continue
+            computed_len = chunk.start + len(chunk.token_ids)
             sequence.prompt_logprobs.extend(result.prompt_logprobs.get(position, ()))
-            self._publish(sequence)
+            self._publish(sequence, computed_len)
             if chunk.samples:
-                del self.prefilling[chunk.sequence_id]
-                self.decoding[chunk.sequence_id] = sequence
-                self._append(sequence, next(tokens), next(logprobs))
-            elif sequence.computed_len >= sequence.end_len:
+                self._append(sequence, token_id, token_logprobs)
+            elif computed_len >= sequence.end_len:
                 self._finish(sequence, FinishReason.LENGTH)
 
     def take_events(self) -> list[TokenEvent]:
@@ -134,16 +185,20 @@ class Scheduler:
         self._finish(sequence, reason)
 
     def roll_back(self, plan: StepPlan) -> None:
-        """Take back a plan that was not (or only partly) executed: every running sequence starts over from
-        its known tokens. Whatever the plan would have released is released by the next one."""
+        """Take back the newest plan, which was not (or only partly) executed, and with it all steps under
+        way: every running sequence starts over from its known tokens. Whatever the plan would have released
+        is released by the next one."""
+        assert self._under_way[-1].plan is plan
+        self._under_way.clear()
         self._released_slots.extend(plan.released_slots)
-        for sequence in self.running():
+        for sequence in [*self.running(), *self.finishing.values()]:
             self._preempt(sequence)
 
     def check(self) -> None:
         """Assert that pages and slots are accounted for."""
         running = self.running()
-        self.pool.check(sequence.page_ids for sequence in running)
+        self.pool.check(sequence.page_ids for sequence in [*running, *self.finishing.values()])
+        assert all(sequence.slot is None for sequence in self.finishing.values())
         slots = [sequence.slot for sequence in running]
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots)
         assert all(sequence.slot is None and not sequence.page_ids for sequence in self.waiting)
@@ -151,11 +206,51 @@ class Scheduler:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def _current_decodes(self) -> _Decodes:
+        if self._decodes is None:
+            sequences = tuple(self.decoding.values())
+            self._decodes = _Decodes(
+                sequences,
+                tuple([sequence.slot for sequence in sequences if sequence.slot is not None]),
+                tuple(self.decoding),
+            )
+        return self._decodes
+
+    def _advance(
+        self, decodes: tuple[Sequence, ...], chunked: tuple[Sequence, ...], chunks: tuple[Chunk, ...]
+    ) -> None:
+        """Move on by a step that has just been planned."""
+        last = []
+        for sequence in decodes:
+            sequence.computed_len = computed_len = sequence.computed_len + 1
+            # The new token is the one after those computed.
+            if computed_len + 1 >= sequence.end_len:
+                last.append(sequence)
+        for sequence, chunk in zip(chunked, chunks, strict=True):
+            sequence.computed_len += len(chunk.token_ids)
+            if chunk.samples:
+                del self.prefilling[sequence.sequence_id]
+                self.decoding[sequence.sequence_id] = sequence
+                self._decodes = None
+            if sequence.computed_len + chunk.samples >= sequence.end_len:
+                last.append(sequence)
+        for sequence in last:
+            self._give_up_slot(sequence)
+            self.finishing[sequence.sequence_id] = sequence
+
+    def _need_results(self) -> None:
+        """Ask for the results of the steps under way before going on: they may free what is wanted."""
+        if self._under_way:
+            raise _ResultsNeeded
+
     def _grow_decodes(self) -> None:
         page_size = self.page_size
         growing = [s for s in self.decoding.values() if s.computed_len >= len(s.page_ids) * page_size]
-        for sequence in sorted(growing, key=lambda s: s.queue_key):
+        if len(growing) > 1:
+            growing.sort(key=lambda s: s.queue_key)
+        for sequence in growing:
             while sequence.slot is not None and not self.pool.num_available:
+                self._need_results()
                 victim = self.running()[-1]
                 if victim is sequence and self.num_running == 1:
                     self._finish(sequence, FinishReason.LENGTH)
@@ -190,10 +285,13 @@ class Scheduler:
             pending.update(sequence.page_hashes[sequence.num_published :])
 
     def _pending_hashes(self) -> set[bytes]:
-        """Hashes of the pages that running sequences are about to write."""
+        """Hashes of the pages that running sequences are about to write, or are writing."""
+        writing = list(self.prefilling.values())
+        for step in self._under_way:
+            writing.extend(sequence for sequence in step.chunked if sequence.finish_reason is None)
         return {
             content_hash
-            for sequence in self.prefilling.values()
+            for sequence in writing
             for content_hash in sequence.page_hashes[sequence.num_published :]
         }
 
@@ -220,6 +318,7 @@ class Scheduler:
         needed = self._pages_for(sequence.known_len)
         if not victims or needed > self.pool.num_available + sum(len(v.page_ids) for v in victims):
             return False
+        self._need_results()
         for victim in victims:
             self._preempt(victim)
             if self._has_room(sequence, prefix):
@@ -261,9 +360,12 @@ class Scheduler:
             )
         )
 
-    def _cut_chunks(self) -> tuple[Chunk, ...]:
+    def _cut_chunks(self) -> tuple[tuple[Sequence, ...], tuple[Chunk, ...]]:
+        """The sequences that get a chunk, and their chunks."""
+        if not self.prefilling:
+            return (), ()
         budget = self.max_num_batched_tokens - (0 if self.is_exclusive else len(self.decoding))
-        chunks = []
+        chunked, chunks = [], []
         for sequence in sorted(self.prefilling.values(), key=lambda s: s.queue_key):
             if budget <= 0:
                 break
@@ -272,6 +374,7 @@ class Scheduler:
             budget -= end - start
             assert sequence.slot is not None
             wants_logprobs = sequence.wants_prompt_logprobs
+            chunked.append(sequence)
             chunks.append(
                 Chunk(
                     slot=sequence.slot,
@@ -285,11 +388,12 @@ class Scheduler:
                     else (),
                 )
             )
-        return tuple(chunks)
+        return tuple(chunked), tuple(chunks)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Make the pages written so far findable. Only now: a page is shareable once it is fully written."""
-        num_full = sequence.computed_len // self.page_size
+    def _publish(self, sequence: Sequence, computed_len: int) -> None:
+        """Make the full pages of the first computed_len tokens findable. Only now: a page is shareable once
+        it is fully written, and a step under way may still be rolled back."""
+        num_full = computed_len // self.page_size
         if num_full == sequence.num_published:
             return
         extend_hashes(sequence.page_hashes, sequence.root_hash, sequence.token_ids, self.page_size)
@@ -334,7 +438,7 @@ class Scheduler:
         self._leave(sequence, reason)
 
     def _leave(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.slot is None:
+        if sequence.slot is None and sequence.sequence_id not in self.finishing:
             self.waiting.remove(sequence)
         else:
             self._release(sequence)
@@ -352,14 +456,21 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self.prefilling.pop(sequence.sequence_id, None)
-        self.decoding.pop(sequence.sequence_id, None)
+        if self.finishing.pop(sequence.sequence_id, None) is None:
+            self._give_up_slot(sequence)
         self.pool.release(sequence.page_ids)
         sequence.page_ids = []
+
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.prefilling.pop(sequence.sequence_id, None)
+        if self.decoding.pop(sequence.sequence_id, None) is not None:
+            self._decodes = None
         self._free_slots.append(sequence.slot)
         self._released_slots.append(sequence.slot)
         # What was planned for this slot and not sent yet no longer applies.
-        self._admissions = [a for a in self._admissions if a.slot != sequence.slot]
-        self._page_edits = [edit for edit in self._page_edits if edit.slot != sequence.slot]
+        if self._admissions:
+            self._admissions = [a for a in self._admissions if a.slot != sequence.slot]
+        if self._page_edits:
+            self._page_edits = [edit for edit in self._page_edits if edit.slot != sequence.slot]
         sequence.slot = None

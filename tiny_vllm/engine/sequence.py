@@ -1,8 +1,9 @@
 """One generation in progress.
 
 A sequence has a known length (prompt plus generated tokens) and a computed length (leading tokens whose keys
-and values exist). A step lets the computed length catch up by a chunk. Prefill, chunked prefill, decode,
-prefix hits and recomputation after preemption are all this one rule; the four states are derived from it.
+and values exist, or will once the steps under way have run). A step lets the computed length catch up by a
+chunk. Prefill, chunked prefill, decode, prefix hits and recomputation after preemption are all this one rule;
+the four states are derived from it.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class Sequence:
             return SequenceState.FINISHED
         if self.slot is None:
             return SequenceState.WAITING
-        if self.computed_len >= self.prompt_len and self.computed_len == self.known_len - 1:
+        # A decode under way may have computed more than is known here.
+        if self.computed_len >= self.prompt_len and self.computed_len >= self.known_len - 1:
             return SequenceState.DECODE
         return SequenceState.PREFILL
 
