@@ -58,14 +58,10 @@ ONE_ROW_TALL_MATRIX = (32768, 2)
 # At least this many programs if the matrix has the rows for them: about two per multiprocessor of an H200.
 MIN_PROGRAMS = 256
 
-# Several rows. 16 rows of W are one operand of the tensor cores; 8 warps split a tile of K. (most rows of x,
-# values of K per tile), halved if there are two matrices: a thread holds two tiles of weights (2 x 32
-# registers) and one of x (32 or 64 in FP32).
-DOT_WARPS = 8
+# Several rows. (most rows of x, (values of K per tile, tiles ahead, warps)): a thread of 128 holds
+# 32 registers of weights per tile of 512 values.
+DOT_TILES = ((8, (512, 2, 4)), (16, (512, 2, 4)), (64, (256, 2, 4)))
 DOT_BLOCK_N = 16
-DOT_TILES = ((8, 1024), (16, 512), (64, 256))
-# A tall matrix takes 32 rows per program, which halves the traffic of x from L2.
-DOT_TALL_MATRIX = 32768
 
 
 def norm_linear_ref(
@@ -92,72 +88,81 @@ def norm_linear_ref(
 
 
 @jit
-def load_weights(
-    weight_ptr, rows, is_row, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr
-):
-    """Columns first .. first + BLOCK_K of the given rows: [rows, BLOCK_K], or split along K for several rows
-    of x: [NUM_SPLITS, rows, BLOCK_K / NUM_SPLITS]."""
-    if NUM_SPLITS == 1:
-        columns = first + tl.arange(0, BLOCK_K)
-        pointers = weight_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-        mask = is_row[:, None]
-        if K % BLOCK_K != 0:
-            mask = mask & (columns < K)[None, :]
-    else:
-        PART: tl.constexpr = BLOCK_K // NUM_SPLITS
-        parts = first + tl.arange(0, NUM_SPLITS) * PART
-        columns = parts[:, None] + tl.arange(0, PART)[None, :]
-        pointers = weight_ptr + rows.to(tl.int64)[None, :, None] * K + columns[:, None, :]
-        mask = is_row[None, :, None]
-        if K % BLOCK_K != 0:
-            mask = mask & (columns < K)[:, None, :]
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+def columns_of_tile(first, BLOCK_K: tl.constexpr):
+    """first .. first + BLOCK_K as [1, BLOCK_K / 32, 1, 32]. Not a reshape, behind which the compiler would not
+    see that neighbours are contiguous in memory."""
+    return first + tl.arange(0, BLOCK_K // 32)[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
 
 
 @jit
-def load_inputs(
-    x_ptr,
-    num_rows,
+def load_operand(
+    matrix_ptr,
+    rows,
+    is_row,
     first,
     K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
-    """The same columns of all rows of x in FP32: [NUM_SPLITS, BLOCK_M, BLOCK_K / NUM_SPLITS]."""
-    PART: tl.constexpr = BLOCK_K // NUM_SPLITS
-    columns = first + (tl.arange(0, NUM_SPLITS) * PART)[:, None] + tl.arange(0, PART)[None, :]
-    row = tl.arange(0, BLOCK_M)
-    mask = (row < num_rows)[None, :, None] & (columns < K)[:, None, :]
-    return tl.load(x_ptr + row[None, :, None] * K + columns[:, None, :], mask=mask, other=0.0).to(tl.float32)
+    """Columns first .. first + BLOCK_K of the given rows, for `multiply`: [8, BLOCK_K / 32, NUM_ROWS / 8, 32].
 
-
-@jit
-def load_norm(norm_ptr, first, K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """The norm's weights of the same columns in FP32: [NUM_SPLITS, BLOCK_K / NUM_SPLITS]."""
-    PART: tl.constexpr = BLOCK_K // NUM_SPLITS
-    columns = first + (tl.arange(0, NUM_SPLITS) * PART)[:, None] + tl.arange(0, PART)[None, :]
-    return tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
-
-
-@jit
-def multiply_tile(total, weights, inputs, NUM_SPLITS: tl.constexpr):
-    """Add one tile's products to total: [rows] for one row of x, else [NUM_SPLITS, rows, BLOCK_M]."""
-    if NUM_SPLITS == 1:
-        total += tl.sum(weights.to(tl.float32) * tl.reshape(inputs, (1, inputs.shape[2])), 1)
+    ONCE: the values are used once, so they need no place in a cache.
+    """
+    row = tl.trans(tl.reshape(rows, (NUM_ROWS // 8, 8)))[:, None, :, None]
+    columns = columns_of_tile(first, BLOCK_K)
+    mask = tl.trans(tl.reshape(is_row, (NUM_ROWS // 8, 8)))[:, None, :, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (columns < K)
+    pointers = matrix_ptr + row.to(tl.int64) * K + columns
+    if ONCE:
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
-        columns = tl.permute(inputs.to(weights.dtype), (0, 2, 1))
-        total = dot(weights, columns, total)
-    return total
+        return tl.load(pointers, mask=mask, other=0.0)
 
 
 @jit
-def small_products(
+def as_operand(
+    values, NUM_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr
+):
+    """[8, BLOCK_K / 32, NUM_ROWS / 8, 32] -> [NUM_SPLITS, NUM_ROWS, BLOCK_K / NUM_SPLITS], columns permuted.
+
+    The order in which a product sums is free if both operands have the same, and this is the one in which the
+    16 bytes that a thread loads at a time are already the values that it feeds to the tensor cores.
+    """
+    values = tl.reshape(values, (8, BLOCK_K // 32 // NUM_SPLITS, NUM_SPLITS, NUM_ROWS // 8, 4, 2, 2, 2))
+    values = tl.permute(values, (2, 3, 0, 1, 5, 6, 4, 7))
+    return tl.reshape(values, (NUM_SPLITS, NUM_ROWS, BLOCK_K // NUM_SPLITS))
+
+
+@jit
+def sum_squares(x, NUM_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Of FP32 [8, BLOCK_K / 32, NUM_ROWS / 8, 32], as far as one thread holds them: [8, NUM_SPLITS,
+    NUM_ROWS / 8, 4]."""
+    squares = tl.reshape(x * x, (8, BLOCK_K // 32 // NUM_SPLITS, NUM_SPLITS, NUM_ROWS // 8, 4, 8))
+    return tl.sum(tl.sum(squares, 5), 1)
+
+
+@jit
+def scale_of_rows(squares, eps, K: tl.constexpr, NUM_ROWS: tl.constexpr):
+    """What RMSNorm multiplies each row with: [NUM_ROWS]."""
+    total = tl.sum(tl.sum(squares, 3), 1)
+    return tl.rsqrt(tl.reshape(tl.trans(total), (NUM_ROWS,)) / K + eps)
+
+
+@jit
+def load_norm(norm_ptr, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The norm's weights of the same columns: [8, BLOCK_K / 32, 1, 32], in the layout of the rows of x."""
+    columns = columns_of_tile(first, BLOCK_K) + tl.zeros((8, 1, 1, 1), tl.int32)
+    return tl.load(norm_ptr + columns, mask=columns < K, other=0.0)
+
+
+@jit
+def several_rows(
     x_ptr,
     weight_ptr,
     norm_ptr,
-    rows_a,
-    rows_b,
+    rows,
     is_row,
     num_rows,
     eps,
@@ -165,81 +170,152 @@ def small_products(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    IS_PAIR: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows a and, if IS_PAIR, rows b of the matrix times rmsnorm(x): two FP32 tiles [BLOCK_N, BLOCK_M].
-
-    Asks for the next kernel, loads the first tiles, and waits for the preceding one: exactly once.
-    """
-    if PDL:
-        launch_dependents()
+    """`small_products` on tensor cores; the warps split every tile of K among them."""
     NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    a = load_weights(weight_ptr, rows_a, is_row, 0, K, BLOCK_K, NUM_SPLITS)
-    b = a
-    if IS_PAIR:
-        b = load_weights(weight_ptr, rows_b, is_row, 0, K, BLOCK_K, NUM_SPLITS)
-    next_a = a
-    next_b = b
-    if NUM_TILES > 1:
-        next_a = load_weights(weight_ptr, rows_a, is_row, BLOCK_K, K, BLOCK_K, NUM_SPLITS)
-        if IS_PAIR:
-            next_b = load_weights(weight_ptr, rows_b, is_row, BLOCK_K, K, BLOCK_K, NUM_SPLITS)
-    if HAS_NORM:
-        norm = load_norm(norm_ptr, 0, K, BLOCK_K, NUM_SPLITS)
+    queue = (load_operand(weight_ptr, rows, is_row, 0, K, BLOCK_N, BLOCK_K, True),)
+    for ahead in tl.static_range(1, DEPTH):
+        if ahead < NUM_TILES:
+            queue += (load_operand(weight_ptr, rows, is_row, ahead * BLOCK_K, K, BLOCK_N, BLOCK_K, True),)
     if PDL:
         wait_for_predecessor()
 
+    row = tl.arange(0, BLOCK_M)
+    is_input = row < num_rows
     # FP16 cannot hold x times the norm's weight before it is scaled; BF16 and FP32 can, and scale the sums.
-    SCALE_FIRST: tl.constexpr = HAS_NORM and NUM_SPLITS > 1 and x_ptr.dtype.element_ty == tl.float16
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    scale = squares
+    SCALE_FIRST: tl.constexpr = HAS_NORM and x_ptr.dtype.element_ty == tl.float16
+    squares = tl.zeros((8, NUM_SPLITS, BLOCK_M // 8, 4), tl.float32)
+    scale = tl.zeros((BLOCK_M,), tl.float32)
     if SCALE_FIRST:
         for tile in tl.range(NUM_TILES):
-            inputs = load_inputs(x_ptr, num_rows, tile * BLOCK_K, K, BLOCK_M, BLOCK_K, NUM_SPLITS)
-            squares += tl.sum(tl.sum(inputs * inputs, 2), 0)
-        scale = tl.rsqrt(squares / K + eps)
+            x = load_operand(x_ptr, row, is_input, tile * BLOCK_K, K, BLOCK_M, BLOCK_K, False)
+            squares += sum_squares(x.to(tl.float32), BLOCK_M, BLOCK_K, NUM_SPLITS)
+        scale = scale_of_rows(squares, eps, K, BLOCK_M)
 
-    if NUM_SPLITS == 1:
-        total_a = tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        total_a = tl.zeros((NUM_SPLITS, BLOCK_N, BLOCK_M), tl.float32)
-    total_b = total_a
+    total = tl.zeros((NUM_SPLITS, BLOCK_N, BLOCK_M), tl.float32)
     for tile in tl.static_range(NUM_TILES):
-        inputs = load_inputs(x_ptr, num_rows, tile * BLOCK_K, K, BLOCK_M, BLOCK_K, NUM_SPLITS)
+        weights = queue[0]
+        x = load_operand(x_ptr, row, is_input, tile * BLOCK_K, K, BLOCK_M, BLOCK_K, False)
+        if HAS_NORM:
+            wide = x.to(tl.float32)
+            if SCALE_FIRST:
+                wide *= tl.trans(tl.reshape(scale, (BLOCK_M // 8, 8)))[:, None, :, None]
+            else:
+                squares += sum_squares(wide, BLOCK_M, BLOCK_K, NUM_SPLITS)
+            x = (wide * load_norm(norm_ptr, tile * BLOCK_K, K, BLOCK_K).to(tl.float32)).to(x.dtype)
+        columns = tl.permute(as_operand(x, BLOCK_M, BLOCK_K, NUM_SPLITS), (0, 2, 1))
+        total = dot(as_operand(weights, BLOCK_N, BLOCK_K, NUM_SPLITS), columns, total)
+        if tile + DEPTH < NUM_TILES:
+            queue += (
+                load_operand(weight_ptr, rows, is_row, (tile + DEPTH) * BLOCK_K, K, BLOCK_N, BLOCK_K, True),
+            )
+        queue = queue[1:]
+
+    result = tl.sum(total, 0)
+    if HAS_NORM and not SCALE_FIRST:
+        result = result * scale_of_rows(squares, eps, K, BLOCK_M)[None, :]
+    return result
+
+
+@jit
+def load_rows(weight_ptr, rows, is_row, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns first .. first + BLOCK_K of the given rows: [rows, BLOCK_K]."""
+    columns = first + tl.arange(0, BLOCK_K)
+    mask = is_row[:, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (columns < K)[None, :]
+    pointers = weight_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def one_row(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    rows,
+    is_row,
+    eps,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`small_products` of a single row by FMA: [BLOCK_N, 1]."""
+    NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    column = tl.arange(0, BLOCK_K)
+    queue = (load_rows(weight_ptr, rows, is_row, 0, K, BLOCK_K),)
+    for ahead in tl.static_range(1, DEPTH):
+        if ahead < NUM_TILES:
+            queue += (load_rows(weight_ptr, rows, is_row, ahead * BLOCK_K, K, BLOCK_K),)
+    norm = column
+    if HAS_NORM:
+        norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
+    if PDL:
+        wait_for_predecessor()
+
+    squares = 0.0
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for tile in tl.static_range(NUM_TILES):
+        place = tile * BLOCK_K + column
+        x = tl.load(x_ptr + place, mask=place < K, other=0.0).to(tl.float32)
         if HAS_NORM:
             if tile > 0:
-                norm = load_norm(norm_ptr, tile * BLOCK_K, K, BLOCK_K, NUM_SPLITS)
-            if SCALE_FIRST:
-                inputs = inputs * scale[None, :, None]
-            else:
-                squares += tl.sum(tl.sum(inputs * inputs, 2), 0)
-            inputs = inputs * norm[:, None, :]
-        total_a = multiply_tile(total_a, a, inputs, NUM_SPLITS)
-        if IS_PAIR:
-            total_b = multiply_tile(total_b, b, inputs, NUM_SPLITS)
-        a = next_a
-        b = next_b
-        if tile + 2 < NUM_TILES:
-            next_a = load_weights(weight_ptr, rows_a, is_row, (tile + 2) * BLOCK_K, K, BLOCK_K, NUM_SPLITS)
-            if IS_PAIR:
-                next_b = load_weights(
-                    weight_ptr, rows_b, is_row, (tile + 2) * BLOCK_K, K, BLOCK_K, NUM_SPLITS
-                )
+                norm = tl.load(norm_ptr + place, mask=place < K, other=0.0)
+            squares += tl.sum(x * x, 0)
+            x = x * norm.to(tl.float32)
+        total += tl.sum(queue[0].to(tl.float32) * x[None, :], 1)
+        if tile + DEPTH < NUM_TILES:
+            queue += (load_rows(weight_ptr, rows, is_row, (tile + DEPTH) * BLOCK_K, K, BLOCK_K),)
+        queue = queue[1:]
+    if HAS_NORM:
+        total = total * tl.rsqrt(squares / K + eps)
+    return total[:, None]
 
-    if NUM_SPLITS == 1:
-        result_a = tl.reshape(total_a, (BLOCK_N, 1))
-        result_b = tl.reshape(total_b, (BLOCK_N, 1))
+
+@jit
+def small_products(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    rows,
+    is_row,
+    num_rows,
+    eps,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The given rows of the matrix [BLOCK_N] times rmsnorm(x): FP32 [BLOCK_N, BLOCK_M].
+
+    Loads the first DEPTH tiles of weights and waits for the preceding kernel: exactly once.
+    """
+    if BLOCK_M == 1:
+        return one_row(
+            x_ptr, weight_ptr, norm_ptr, rows, is_row, eps, K, BLOCK_N, BLOCK_K, DEPTH, HAS_NORM, PDL
+        )
     else:
-        result_a = tl.sum(total_a, 0)
-        result_b = tl.sum(total_b, 0) if IS_PAIR else result_a
-    if HAS_NORM and not SCALE_FIRST:
-        scale = tl.rsqrt(squares / K + eps)
-        result_a = result_a * scale[None, :]
-        result_b = result_b * scale[None, :]
-    return result_a, result_b
+        return several_rows(
+            x_ptr, weight_ptr, norm_ptr, rows, is_row, num_rows, eps,
+            K, BLOCK_M, BLOCK_N, BLOCK_K, DEPTH, NUM_SPLITS, HAS_NORM, PDL,
+        )  # fmt: skip
+
+
+@jit
+def halves(values, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The upper and the lower half of the rows of [BLOCK_N, BLOCK_M]."""
+    return tl.split(tl.permute(tl.reshape(values, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
 
 
 @jit
@@ -257,6 +333,7 @@ def _norm_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -264,49 +341,57 @@ def _norm_linear_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_column = column < N
-    y, up = small_products(
-        x_ptr, weight_ptr, norm_ptr, column, column + N, is_column, num_rows, eps,
-        K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_SPLITS, GATED, HAS_NORM, PDL,
+    if PDL:
+        launch_dependents()
+    NUM_COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first = tl.program_id(0) * NUM_COLUMNS
+    rows = first + tl.arange(0, BLOCK_N)
+    is_row = rows < N
+    if GATED:
+        # The gate's rows, then the same rows of up.
+        index = tl.arange(0, BLOCK_N) % NUM_COLUMNS
+        is_row = first + index < N
+        rows = first + index + tl.where(tl.arange(0, BLOCK_N) < NUM_COLUMNS, 0, N)
+    y = small_products(
+        x_ptr, weight_ptr, norm_ptr, rows, is_row, num_rows, eps,
+        K, BLOCK_M, BLOCK_N, BLOCK_K, DEPTH, NUM_SPLITS, HAS_NORM, PDL,
     )  # fmt: skip
 
     if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + N + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-        y = y / (1.0 + tl.exp(-y)) * up
+        gate, up = halves(y, BLOCK_N, BLOCK_M)
+        y = gate / (1.0 + tl.exp(-gate)) * up
     row = tl.arange(0, BLOCK_M)
+    column = first + tl.arange(0, NUM_COLUMNS)
     places = row[None, :] * N + column[:, None]
-    mask = is_column[:, None] & (row < num_rows)[None, :]
+    mask = (column < N)[:, None] & (row < num_rows)[None, :]
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + places, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def choose_tiles(num_rows: int, num_columns: int, K: int, num_matrices: int) -> dict[str, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, NUM_SPLITS and num_warps. num_columns: what programs share."""
+def choose_tiles(num_rows: int, num_weight_rows: int, K: int) -> dict[str, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, DEPTH, NUM_SPLITS and num_warps."""
     if num_rows == 1:
         limit, num_warps = next((value for top, value in ONE_ROW_TILES if top >= K), ONE_ROW_TILES[0][1])
         block_k = _fit(K, limit)
         values = ONE_ROW_VALUES_PER_THREAD * 32 * num_warps
-        if num_columns >= ONE_ROW_TALL_MATRIX[0]:
+        if num_weight_rows >= ONE_ROW_TALL_MATRIX[0]:
             values *= ONE_ROW_TALL_MATRIX[1]
-        most = max(num_columns // MIN_PROGRAMS, 1)
-        block_n = min(values // (block_k * num_matrices), 1 << (most.bit_length() - 1))
-        return dict(BLOCK_M=1, BLOCK_N=max(block_n, 1), BLOCK_K=block_k, NUM_SPLITS=1, num_warps=num_warps)
-    limit = next(value for top, value in DOT_TILES if top >= num_rows) // num_matrices
-    block_n = DOT_BLOCK_N
-    if num_columns >= DOT_TALL_MATRIX:
-        block_n, limit = 2 * block_n, limit // 2
-    block_k = max(_fit(K, limit), 16 * DOT_WARPS)
+        most = max(num_weight_rows // MIN_PROGRAMS, 2)
+        block_n = min(values // block_k, 1 << (most.bit_length() - 1))
+        return dict(
+            BLOCK_M=1, BLOCK_N=max(block_n, 2), BLOCK_K=block_k, DEPTH=2, NUM_SPLITS=1, num_warps=num_warps
+        )
+    limit, depth, num_warps = next(value for top, value in DOT_TILES if top >= num_rows)
     return dict(
         BLOCK_M=max(next_power_of_2(num_rows), 8),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        NUM_SPLITS=DOT_WARPS,
-        num_warps=DOT_WARPS,
+        BLOCK_N=DOT_BLOCK_N,
+        BLOCK_K=max(_fit(K, limit), 32 * num_warps),
+        DEPTH=depth,
+        NUM_SPLITS=num_warps,
+        num_warps=num_warps,
     )
 
 
@@ -337,9 +422,9 @@ def _launch_norm_linear(
     N = weight.shape[0] // (2 if gated else 1)
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     y = torch.empty(num_rows, N, dtype=out_dtype or x.dtype, device=x.device)
-    tiles = choose_tiles(num_rows, N, K, 2 if gated else 1)
+    tiles = choose_tiles(num_rows, weight.shape[0], K)
     num_warps = tiles.pop("num_warps")
-    _norm_linear_kernel[(ceil_div(N, tiles["BLOCK_N"]),)](
+    _norm_linear_kernel[(ceil_div(weight.shape[0], tiles["BLOCK_N"]),)](
         y,
         x,
         weight,

@@ -18,11 +18,20 @@ from torch import Tensor
 from tiny_vllm.kernels.norm_linear import (
     MAX_SMALL_ROWS,
     choose_tiles,
+    halves,
     norm_linear,
     small_products,
 )
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
-from tiny_vllm.kernels.triton_support import ceil_div, jit, launch_options, runs_triton, tl, with_fallback
+from tiny_vllm.kernels.triton_support import (
+    ceil_div,
+    jit,
+    launch_dependents,
+    launch_options,
+    runs_triton,
+    tl,
+    with_fallback,
+)
 
 
 def qkv_rope_and_cache_ref(
@@ -43,6 +52,16 @@ def qkv_rope_and_cache_ref(
     qkv = norm_linear(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
     step = prepare_rope(cos_sin, positions, cells, k_cache.shape[1], k_cache.shape[2])
     return rope_and_cache(qkv, step, k_cache, v_cache, num_heads)
+
+
+@jit
+def rows_of_pair(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """A pair's head, its two rows within the head, and whether they are rotated."""
+    index = pair % (HEAD_DIM // 2)
+    is_rotated = index < ROTARY_DIM // 2
+    low = tl.where(is_rotated, index, index + ROTARY_DIM // 2)
+    high = low + tl.where(is_rotated, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
+    return pair // (HEAD_DIM // 2), low, high, is_rotated
 
 
 @jit
@@ -68,18 +87,19 @@ def _qkv_rope_and_cache_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    HALF: tl.constexpr = HEAD_DIM // 2
-    pair = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_pair = pair < (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF
-    head = pair // HALF
-    index = pair % HALF
-    is_rotated = index < ROTARY_DIM // 2
-    low = tl.where(is_rotated, index, index + ROTARY_DIM // 2)
-    high = low + tl.where(is_rotated, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
+    if PDL:
+        launch_dependents()
+    NUM_PAIRS: tl.constexpr = BLOCK_N // 2
+    first_pair = tl.program_id(0) * NUM_PAIRS
+    pair = first_pair + tl.arange(0, NUM_PAIRS)
+    is_pair = pair < (NUM_HEADS + 2 * NUM_KV_HEADS) * (HEAD_DIM // 2)
+    head, low, high, is_rotated = rows_of_pair(pair, HEAD_DIM, ROTARY_DIM)
+    index = pair % (HEAD_DIM // 2)
 
     # The first kernel of the step wrote these, and it is complete: they may be read before the wait.
     row = tl.arange(0, BLOCK_M)
@@ -91,13 +111,18 @@ def _qkv_rope_and_cache_kernel(
     cos = tl.load(angle, mask=is_turned, other=1.0)
     sin = tl.load(angle + ROTARY_DIM // 2, mask=is_turned, other=0.0)
 
-    first, second = small_products(
-        x_ptr, weight_ptr, norm_ptr, head * HEAD_DIM + low, head * HEAD_DIM + high, is_pair, num_rows, eps,
-        K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_SPLITS, True, True, PDL,
+    # The first rows of the pairs, then their second rows.
+    place = tl.arange(0, BLOCK_N)
+    both_heads, both_low, both_high, _ = rows_of_pair(first_pair + place % NUM_PAIRS, HEAD_DIM, ROTARY_DIM)
+    rows = both_heads * HEAD_DIM + tl.where(place < NUM_PAIRS, both_low, both_high)
+    is_row = both_heads < NUM_HEADS + 2 * NUM_KV_HEADS
+    products = small_products(
+        x_ptr, weight_ptr, norm_ptr, rows, is_row, num_rows, eps,
+        K, BLOCK_M, BLOCK_N, BLOCK_K, DEPTH, NUM_SPLITS, True, PDL,
     )  # fmt: skip
     if HAS_BIAS:
-        first += tl.load(bias_ptr + head * HEAD_DIM + low, mask=is_pair, other=0.0).to(tl.float32)[:, None]
-        second += tl.load(bias_ptr + head * HEAD_DIM + high, mask=is_pair, other=0.0).to(tl.float32)[:, None]
+        products += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    first, second = halves(products, BLOCK_N, BLOCK_M)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     turned_first = turned_first.to(q_ptr.dtype.element_ty)
@@ -140,11 +165,10 @@ def _launch_qkv_rope_and_cache(
     assert (
         x.is_contiguous() and weight.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     )
-    num_pairs = (num_heads + 2 * num_kv_heads) * head_dim // 2
     q = torch.empty(num_rows, num_heads, head_dim, dtype=x.dtype, device=x.device)
-    tiles = choose_tiles(num_rows, num_pairs, K, 2)
+    tiles = choose_tiles(num_rows, weight.shape[0], K)
     num_warps = tiles.pop("num_warps")
-    _qkv_rope_and_cache_kernel[(ceil_div(num_pairs, tiles["BLOCK_N"]),)](
+    _qkv_rope_and_cache_kernel[(ceil_div(weight.shape[0], tiles["BLOCK_N"]),)](
         q,
         k_cache,
         v_cache,
