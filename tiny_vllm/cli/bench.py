@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_vllm.cli import bench_latency, bench_throughput
+from tiny_vllm.cli import bench_decode, bench_kernels, bench_latency, bench_throughput
 
 
 def add_parser(commands: Any) -> None:
@@ -12,3 +12,5 @@ def add_parser(commands: Any) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     bench_latency.add_parser(benchmarks)
     bench_throughput.add_parser(benchmarks)
+    bench_decode.add_parser(benchmarks)
+    bench_kernels.add_parser(benchmarks)

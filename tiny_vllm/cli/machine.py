@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import platform
+import re
+import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.config import DTYPE_BYTES
@@ -24,10 +29,49 @@ def describe_machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        facts |= {"name": torch.cuda.get_device_name(), "memory_bytes": total, "free_memory_bytes": free}
+        facts |= {
+            "name": torch.cuda.get_device_name(),
+            "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
+            "memory_bytes": total,
+            "free_memory_bytes": free,
+            "driver": _driver_version(),
+            "cuda": torch.version.cuda,
+            "triton": _package_version("triton"),
+        }
     else:
         facts |= {"name": _processor_name(), **_main_memory()}
     return facts
+
+
+def free_memory_bytes(device: str) -> int | None:
+    """What can be allocated now; None where the system does not say."""
+    if device != "cuda":
+        return _main_memory()["free_memory_bytes"]
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
+def _driver_version() -> str | None:
+    """Of NVIDIA's kernel module, from Linux's /proc or from nvidia-smi; None where neither says."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            text = file.read()
+    except OSError:
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+    found = re.search(r"\b\d{3,}(\.\d+)+", text)
+    return found[0] if found else None
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor_name() -> str:
@@ -71,6 +115,35 @@ def measure_read_bandwidth(device: str, *, num_bytes: int | None = None, repeats
         buffer.sum().item()
         seconds = min(seconds, time.perf_counter() - start)
     return num_bytes / seconds
+
+
+@dataclass(frozen=True)
+class ReadLimit:
+    """bytes_per_second; method: how it was measured, and if that is not the best method, why; details: per
+    variant."""
+
+    bytes_per_second: float
+    method: str
+    details: Mapping[str, float]
+
+
+def measure_read_limit(device: str) -> ReadLimit:
+    """The rate that no step can beat: on a GPU a kernel of bulk copies, elsewhere the sum of a buffer."""
+    if device != "cuda":
+        return ReadLimit(measure_read_bandwidth(device), "sum of a buffer by all of torch's threads", {})
+    from tiny_vllm.kernels.cuda.errors import CudaKernelError
+    from tiny_vllm.kernels.cuda.read_probe import CHUNK_BYTES, measure_read_rate
+
+    try:
+        rate = measure_read_rate(device=device)
+    except CudaKernelError as error:
+        method = f"sum of a buffer, some percent below the limit: {error.message}"
+        return ReadLimit(measure_read_bandwidth(device), method, {})
+    details = {
+        f"{window * CHUNK_BYTES // 1024} KiB in flight per multiprocessor": bytes_per_second
+        for window, bytes_per_second in rate.rates.items()
+    }
+    return ReadLimit(rate.bytes_per_second, "bulk copies to shared memory", details)
 
 
 def step_bytes(spec: ModelSpec, dtype: str, batch_size: int, context_len: float) -> float:
