@@ -16,7 +16,7 @@ from tiny_vllm.errors import ModelError
 from tiny_vllm.weights.bundled import bundled_model_path
 from tiny_vllm.weights.gguf_file import GGUFFile
 from tiny_vllm.weights.gguf_header import read_gguf_header
-from tiny_vllm.weights.names import match_tensors
+from tiny_vllm.weights.match import match_tensors
 
 COMPUTE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,71 +12,135 @@ from torch import Tensor
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.paged_decode_attention import (
     DecodeContext,
+    PagedContext,
     paged_decode_attention,
     prepare_decode_attention,
 )
 from tiny_vllm.kernels.prefill_attention import (
+    PagedChunks,
     PrefillContext,
     prefill_attention,
     prepare_prefill_attention,
 )
+from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import RopeStep, prepare_rope, rope_and_cache
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.kv_cache import KVCache
+from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """What the attention of every layer shares in one step."""
+class AttentionContexts:
+    """The pages of a step's sequences, in the form that one kind of layer reads. Empty lists: none."""
 
-    rope: RopeStep
-    num_decodes: int
     decode: list[DecodeContext]
     prefill: list[PrefillContext]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What the attention of every layer shares in one step.
+
+    ropes: by table. plain, varied: contexts of layers without and with a window, soft cap or sinks.
+    """
+
+    ropes: list[RopeStep]
+    num_decodes: int
+    plain: AttentionContexts
+    varied: AttentionContexts
+
+
 def prepare_attention(
-    batch: ForwardBatch, kv_cache: KVCache, cos_sin: Tensor, spec: ModelSpec
+    batch: ForwardBatch, kv_cache: KVCache, tables: Sequence[Tensor], spec: ModelSpec, *, has_plain: bool
 ) -> AttentionStep:
-    """cos_sin: see `rope_table`."""
+    """tables: cosines and sines, see `rope_table`. has_plain: whether any layer reads `plain`."""
     num_kv_heads, page_size = spec.num_kv_heads, kv_cache.page_size
-    decode = prepare_decode_attention(
-        batch.decode_page_table, batch.decode_context_lens, num_kv_heads, page_size, kv_cache.k.dtype
-    )
-    prefill = prepare_prefill_attention(
-        batch.prefill_page_table,
-        batch.prefill_query_starts,
-        batch.prefill_context_lens,
-        num_kv_heads,
-        page_size,
-    )
-    rope = prepare_rope(cos_sin, batch.positions, batch.cells, num_kv_heads, page_size)
-    return AttentionStep(rope, batch.num_decodes, decode, prefill)
+    plain = AttentionContexts([], [])
+    if has_plain:
+        plain = AttentionContexts(
+            prepare_decode_attention(
+                batch.decode_page_table,
+                batch.decode_context_lens,
+                num_kv_heads,
+                page_size,
+                kv_cache.k.dtype,
+            ),
+            prepare_prefill_attention(
+                batch.prefill_page_table,
+                batch.prefill_query_starts,
+                batch.prefill_context_lens,
+                num_kv_heads,
+                page_size,
+            ),
+        )
+    varied = AttentionContexts([], [])
+    if batch.num_decodes:
+        varied.decode.append(PagedContext(batch.decode_page_table, batch.decode_context_lens))
+    if batch.num_prefills:
+        varied.prefill.append(
+            PagedChunks(batch.prefill_page_table, batch.prefill_query_starts, batch.prefill_context_lens)
+        )
+    ropes = [prepare_rope(table, batch.positions, batch.cells, num_kv_heads, page_size) for table in tables]
+    return AttentionStep(ropes, batch.num_decodes, plain, varied)
 
 
 class Attention:
-    """hidden [T, H] (normed) and residual [T, H] -> residual + attention [T, H]."""
+    """hidden [T, H] (normed as the spec says) and residual [T, H] -> residual + attention [T, H].
 
-    def __init__(self, spec: ModelSpec, weights: LayerWeights) -> None:
+    rope: index of the layer's table. window: None where nothing lies outside it.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin, *, rope: int, window: int | None
+    ) -> None:
+        self.spec = spec
         self.num_heads = spec.num_heads
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        self.rope = rope
+        self.window = window
+        self.softcap = spec.attention_softcap
+        self.sinks = None if weights.sinks is None else weights.sinks.float()
+        self.is_plain = window is None and self.softcap is None and self.sinks is None
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
+        self.q_norm, self.k_norm = (
+            None if norm is None else norm.float() + spec.norm_offset
+            for norm in (weights.q_norm, weights.k_norm)
+        )
         self.output = Linear(weights.output, weights.output_bias)
+        self.join = join
 
     def __call__(
         self, hidden: Tensor, residual: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        q = rope_and_cache(self.qkv(hidden), step.rope, k_cache, v_cache, self.num_heads)
-        attended = self._attend(q, step, k_cache, v_cache)
-        return self.output.add(attended.flatten(1), residual)
+        qkv = self.qkv(hidden)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv = self._norm_heads(qkv, self.q_norm, self.k_norm)
+        q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads)
+        attended = self._attend(q, step, k_cache, v_cache).flatten(1)
+        if self.join.is_sum:
+            return self.output.add(attended, residual)
+        return self.join(self.output(attended), residual)
+
+    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        """qkv [T, qkv_size] with q and k normed, over as many values as the weights have."""
+        spec = self.spec
+        q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], -1)
+        q = rms_norm(q.reshape(-1, len(q_norm)), q_norm, spec.rms_norm_eps).view(q.shape)
+        k = rms_norm(k.reshape(-1, len(k_norm)), k_norm, spec.rms_norm_eps).view(k.shape)
+        return torch.cat((q, k, v), -1)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        if not step.decode:
-            return prefill_attention(q, k_cache, v_cache, step.prefill, self.scale)
-        decoded = paged_decode_attention(q[: step.num_decodes], k_cache, v_cache, step.decode, self.scale)
-        if not step.prefill:
+        contexts = step.plain if self.is_plain else step.varied
+        decode, prefill = (
+            partial(attend, window=self.window, softcap=self.softcap, sinks=self.sinks)
+            for attend in (paged_decode_attention, prefill_attention)
+        )
+        if not contexts.decode:
+            return prefill(q, k_cache, v_cache, contexts.prefill, self.scale)
+        decoded = decode(q[: step.num_decodes], k_cache, v_cache, contexts.decode, self.scale)
+        if not contexts.prefill:
             return decoded
-        prefilled = prefill_attention(q[step.num_decodes :], k_cache, v_cache, step.prefill, self.scale)
+        prefilled = prefill(q[step.num_decodes :], k_cache, v_cache, contexts.prefill, self.scale)
         return torch.cat((decoded, prefilled))

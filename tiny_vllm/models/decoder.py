@@ -10,27 +10,42 @@ from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.models.attention import Attention, AttentionStep, prepare_attention
 from tiny_vllm.models.batch import ForwardBatch
+from tiny_vllm.models.experts import Experts
 from tiny_vllm.models.fused_decode import FusedDecode
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.mlp import MLP
-from tiny_vllm.models.rope import rope_table
+from tiny_vllm.models.residual import ResidualJoin
+from tiny_vllm.models.rope import rope_table, unrotated_table
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); x [T, H] is rounded to the model's type at each sum."""
+    """x + attention(x), then x + mlp(x), with norms where the spec places them.
 
-    def __init__(self, spec: ModelSpec, weights: LayerWeights) -> None:
+    x [T, H] is rounded to the model's type at each sum. rope, window: see `Attention`.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: LayerWeights, *, index: int, rope: int, window: int | None
+    ) -> None:
         self.eps = spec.rms_norm_eps
-        self.input_norm = weights.input_norm.float()
-        self.attention = Attention(spec, weights)
-        self.post_attention_norm = weights.post_attention_norm.float()
-        self.mlp = MLP(weights)
+        first, second = weights.input_norm, weights.post_attention_norm
+        has_input_norms = spec.norm_placement != "output"
+        self.input_norm = first.float() + spec.norm_offset if has_input_norms else None
+        self.post_attention_norm = second.float() + spec.norm_offset if has_input_norms else None
+        outputs = weights.attention_output_norm, weights.mlp_output_norm
+        if not has_input_norms:
+            outputs = first, second
+        attention_join, mlp_join = (ResidualJoin(spec, norm) for norm in outputs)
+        self.attention = Attention(spec, weights, attention_join, rope=rope, window=window)
+        self.mlp = (Experts if spec.has_experts(index) else MLP)(spec, weights, mlp_join)
 
     def __call__(self, x: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        x = self.attention(rms_norm(x, self.input_norm, self.eps), x, step, k_cache, v_cache)
-        return self.mlp(rms_norm(x, self.post_attention_norm, self.eps), x)
+        hidden = x if self.input_norm is None else rms_norm(x, self.input_norm, self.eps)
+        x = self.attention(hidden, x, step, k_cache, v_cache)
+        hidden = x if self.post_attention_norm is None else rms_norm(x, self.post_attention_norm, self.eps)
+        return self.mlp(hidden, x)
 
 
 class Decoder:
@@ -39,22 +54,48 @@ class Decoder:
     Takes the weights over: matrices may be stored in another layout here, so `weights.layers` is emptied
     layer by layer and at most one layer is held twice. max_model_len: most tokens of a sequence.
     fused_cpu_decode: compute decodes and logits by the fused step, which keeps a second copy of the weights
-    (see kernels/cpu_decode).
+    (see kernels/cpu_decode); the spec must fit it.
     """
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, *, max_model_len: int, fused_cpu_decode: bool = False
     ) -> None:
         assert len(weights.layers) == spec.num_layers, "these weights were given to a decoder before"
+        assert spec.fits_fused_cpu_decode or not fused_cpu_decode, "the fused step lacks this family's traits"
         self.spec = spec
         self.embedding = weights.embedding
-        self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(weights.embedding.device)
+        device = weights.embedding.device
+        self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(device)
         self.fused_decode = FusedDecode(spec, weights, self.cos_sin) if fused_cpu_decode else None
+        ropes = list(dict.fromkeys(spec.layer_rope(index) for index in range(spec.num_layers)))
+        self._tables = []
+        for rope in ropes:
+            if rope == spec.rope:
+                self._tables.append(self.cos_sin)
+            elif rope is None:
+                self._tables.append(unrotated_table(spec.rope.rotary_dim, max_len=max_model_len).to(device))
+            else:
+                self._tables.append(rope_table(rope, max_len=max_model_len).to(device))
         self.layers = []
-        while weights.layers:
-            self.layers.append(DecoderLayer(spec, weights.layers.pop(0)))
-        self.final_norm = weights.final_norm.float()
+        for index in range(spec.num_layers):
+            window = spec.layer_window(index)
+            self.layers.append(
+                DecoderLayer(
+                    spec,
+                    weights.layers.pop(0),
+                    index=index,
+                    rope=ropes.index(spec.layer_rope(index)),
+                    # A window that no sequence outgrows hides nothing.
+                    window=window if window is not None and window < max_model_len else None,
+                )
+            )
+        self._has_plain = any(layer.attention.is_plain for layer in self.layers)
+        self.final_norm = weights.final_norm.float() + spec.norm_offset
         self.lm_head = Linear(weights.lm_head)
+        # Rounded to the model's type, as the embedding is.
+        self._embedding_multiplier = torch.tensor(
+            spec.embedding_multiplier, dtype=weights.embedding.dtype, device=device
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
@@ -67,8 +108,10 @@ class Decoder:
         return torch.cat((decoded, self._forward(batch.prefills(), kv_cache)))
 
     def _forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        step = prepare_attention(batch, kv_cache, self.cos_sin, self.spec)
+        step = prepare_attention(batch, kv_cache, self._tables, self.spec, has_plain=self._has_plain)
         hidden = embedding(self.embedding, batch.token_ids)
+        if self.spec.embedding_multiplier != 1.0:
+            hidden = hidden * self._embedding_multiplier
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
             hidden = layer(hidden, step, k_cache, v_cache)
         return hidden
@@ -78,4 +121,9 @@ class Decoder:
         """hidden [N, H] of `forward` -> FP32 [N, vocab], rounded to the model's type before."""
         if self.fused_decode is not None and len(hidden):
             return self.fused_decode.logits(hidden)
-        return self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()
+        logits = self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()
+        if self.spec.logit_divisor != 1.0:
+            logits = logits / self.spec.logit_divisor
+        if self.spec.logit_softcap is not None:
+            logits = (logits / self.spec.logit_softcap).tanh() * self.spec.logit_softcap
+        return logits

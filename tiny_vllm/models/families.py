@@ -1,415 +1,414 @@
-"""From a checkpoint's own description to a ModelSpec: what each family means by its configuration.
+"""The families: what each means by its configuration, as rows of a table.
 
-Supported: the Llama family (Llama 2, 3, 3.1, 3.2, TinyLlama, SmolLM2), described by a Hugging Face
-`config.json` of either style or by GGUF metadata. A missing key takes the value its architecture defines for
-it; a value that is not understood and would change the output is refused by name, never ignored.
+A row is read by `hf_config` and, where GGUF knows the family, by `gguf_metadata`. To add a family, add a row
+here, its names in `weights/names.py`, and a case to the tests; what a row cannot say yet becomes a field of
+ModelSpec.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.spec import ModelSpec, RopeScaling, RopeSpec
+from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.rope_parameters import FULL, SLIDING
+from tiny_vllm.models.spec import ExpertsSpec
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-LLAMA3_LOW_FREQ_FACTOR = 1.0
-LLAMA3_HIGH_FREQ_FACTOR = 4.0
-LLAMA3_ORIGINAL_CONTEXT = 8192
-
-# GGUF keys of relatives that share the architecture's name, with the value that means "not used".
-GGUF_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "attention.sliding_window": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.causal": (True,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "attention.scale": (0,),
+LLAMA_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
+"""Values of absent keys in a config.json of LlamaForCausalLM."""
+
+ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+
+Windows = tuple[int | None, tuple[int, ...]]
+"""The window and the layers it is for."""
 
 
-def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Read the contents of a Hugging Face `config.json`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """name: of the spec. models: what people call its members. architectures: its classes in config.json.
+    model_types: what config.json may say instead. gguf: `general.architecture`, None if GGUF lacks it.
 
-    Accepts the older style (`rope_theta`, `rope_scaling`, `torch_dtype`) and the newer one
-    (`rope_parameters`, `dtype`). `spec.dtype` is what the config declares, float32 if it declares nothing;
-    whoever reads the files replaces it by the type they hold. Raises ModelError naming the key.
+    defaults: values of absent config.json keys, where they differ from a Llama's. theta: of an absent
+    rope_theta; sliding_theta: the same for sliding layers, if they have a RoPE of their own.
+    traits: fields of ModelSpec that all members share. flags, numbers: fields of ModelSpec that a key holds.
+    windows, experts: read what several keys say, for a number of layers. activation_key: of the activation.
+    rope_aliases: other names of RoPE kinds. neutral: keys of relatives, with the values that mean "not used".
+    has_partial_rope: heads may be rotated in part. has_unrotated_layers: see `rotated_flags`.
+    scales_embedding: by the root of the hidden size. query_scalar_key: of a number that stands for the head
+    size in the scale of attention.
     """
-    fields = _Fields(config, "config.json")
-    _check_architecture(config)
-    _refuse_unsupported(config)
-    hidden_size = fields.integer("hidden_size", 4096)
-    num_heads = fields.integer("num_attention_heads", 32)
-    head_dim = fields.integer("head_dim", None) or _divide(hidden_size, num_heads, "hidden_size")
-    max_positions = fields.integer("max_position_embeddings", 2048)
-    parameters = _hf_rope_parameters(config)
-    original = config.get("original_max_position_embeddings")
-    if original is not None:
-        parameters["original_max_position_embeddings"] = original
-    rope, context = _rope(parameters, head_dim, max_positions)
-    attention_bias = fields.boolean("attention_bias", False)
-    return _checked(
-        ModelSpec(
-            family="llama",
-            vocab_size=fields.integer("vocab_size", 32000),
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size", 11008),
-            num_layers=fields.integer("num_hidden_layers", 32),
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", None) or num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=rope,
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=fields.boolean("mlp_bias", False),
-            dtype=_declared_dtype(config),
-        )
+
+    name: str
+    models: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    gguf: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
+    sliding_theta: float | None = None
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    windows: Callable[[Fields, int], Windows] = lambda fields, num_layers: (None, ())
+    experts: Callable[[Fields, int], ExpertsSpec] | None = None
+    activation_key: str = "hidden_act"
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    has_partial_rope: bool = False
+    has_unrotated_layers: bool = False
+    scales_embedding: bool = False
+    query_scalar_key: str | None = None
+
+
+def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
+    window = fields.integer("sliding_window", None) if fields.get("sliding_window") is not None else None
+    return (window, tuple(range(num_layers))) if window else (None, ())
+
+
+def windows_by_type(
+    is_sliding: Callable[[Fields, int], bool], *, switch: str | None = None
+) -> Callable[[Fields, int], Windows]:
+    """Windows for the layers that `layer_types` names or, without it, those `is_sliding` picks.
+
+    switch: the key that must be true for windows to be used at all.
+    """
+
+    def read(fields: Fields, num_layers: int) -> Windows:
+        is_on = switch is None or fields.boolean(switch)
+        window = fields.integer("sliding_window") if is_on and fields.get("sliding_window") else None
+        types = fields.get("layer_types")
+        if types is None:
+            types = [SLIDING if window and is_sliding(fields, i) else FULL for i in range(num_layers)]
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
+            raise fields.error("layer_types", types, f"{num_layers} times {FULL} or {SLIDING}")
+        layers = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
+        if layers and window is None:
+            raise ModelError("config.json: layer_types has sliding layers, but sliding_window is not set")
+        return (window, layers) if layers else (None, ())
+
+    return read
+
+
+def every_nth_is_full(period: int) -> Callable[[Fields, int], bool]:
+    return lambda fields, layer: (layer + 1) % period != 0
+
+
+def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
+    return ExpertsSpec(
+        num_experts=fields.integer("num_local_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
     )
 
 
-def spec_from_gguf(
-    metadata: Mapping[str, Any],
-    tensor_shapes: Mapping[str, tuple[int, ...]],
-    *,
-    dtype: str,
-    rope_factors: Sequence[float] | None = None,
-) -> ModelSpec:
-    """Read the metadata of a GGUF file whose `general.architecture` is "llama".
-
-    tensor_shapes: shape (rows first) of each tensor; they alone tell the vocabulary, a tied head and biases.
-    rope_factors: contents of `rope_freqs.weight` [head_dim / 2], the form in which llama3 RoPE scaling is
-    stored; they are turned back into the parameters they were computed from, or refused.
-    Raises ModelError naming the key.
-    """
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"GGUF architecture {architecture!r} is not supported", hint="supported: llama")
-    fields = _Fields(metadata, "GGUF metadata", prefix="llama.")
-    for key, neutral in GGUF_NEUTRAL_VALUES.items():
-        value = metadata.get(f"llama.{key}")
-        if value is not None and value not in neutral:
-            raise ModelError(f"GGUF metadata: llama.{key} is {value!r}, which is not supported")
-    hidden_size = fields.integer("embedding_length")
-    num_heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", None) or _divide(
-        hidden_size, num_heads, "llama.embedding_length"
-    )
-    value_dim = fields.integer("attention.value_length", head_dim)
-    rotary_dim = fields.integer("rope.dimension_count", head_dim)
-    for name, size in (("attention.value_length", value_dim), ("rope.dimension_count", rotary_dim)):
-        if size != head_dim:
-            raise ModelError(f"GGUF metadata: llama.{name} is {size}, but only {head_dim} (head size) works")
-    parameters = _gguf_rope_parameters(fields, rope_factors, head_dim)
-    rope, context = _rope(parameters, head_dim, fields.integer("context_length"))
-    embedding = tensor_shapes.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError("missing tensor token_embd.weight", hint="the file is incomplete")
-    return _checked(
-        ModelSpec(
-            family="llama",
-            vocab_size=embedding[0],
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("feed_forward_length"),
-            num_layers=fields.integer("block_count"),
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-            rope=rope,
-            tie_word_embeddings="output.weight" not in tensor_shapes,
-            qkv_bias="blk.0.attn_q.bias" in tensor_shapes,
-            output_bias="blk.0.attn_output.bias" in tensor_shapes,
-            mlp_bias="blk.0.ffn_down.bias" in tensor_shapes,
-            dtype=dtype,
-        )
+def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
+    """Softmax over the picked logits, which is the softmax over all of them brought to a sum of 1."""
+    return ExpertsSpec(
+        num_experts=fields.integer("num_local_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        bias=True,
     )
 
 
-def _check_architecture(config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures")
-    if architectures:
-        if list(architectures) != ["LlamaForCausalLM"]:
-            raise ModelError(
-                f"architecture {', '.join(map(str, architectures))} is not supported",
-                hint="supported: LlamaForCausalLM",
-            )
-    elif config.get("model_type") != "llama":
-        raise ModelError(
-            f"config.json names no architecture and its model_type is {config.get('model_type')!r}",
-            hint="supported: architectures ['LlamaForCausalLM'], model_type 'llama'",
-        )
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config") or config.get("quantization")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ModelError(
-            f"quantization_config ({method}) is not supported",
-            hint="use the unquantised model or a GGUF file",
-        )
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"hidden_act is {activation!r}, but only 'silu' is supported")
-    pretraining_tp = config.get("pretraining_tp", 1)
-    if pretraining_tp not in (None, 0, 1):
-        raise ModelError(f"pretraining_tp is {pretraining_tp!r}, but only 1 is supported")
-
-
-def _declared_dtype(config: Mapping[str, Any]) -> str:
-    declared = config.get("dtype") or config.get("torch_dtype") or "float32"
-    name = str(declared).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ModelError(f"dtype is {declared!r}, but must be one of {', '.join(DTYPES)}")
-    return name
-
-
-def _hf_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One flat dict with `rope_type` and `rope_theta`, whichever style the config has."""
-    given: list[dict[str, Any]] = []
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key)
-        if not value:
-            continue
-        if not isinstance(value, Mapping):
-            raise ModelError(f"config.json: {key} is {value!r:.80}, but must be an object")
-        nested = [name for name, inner in value.items() if isinstance(inner, Mapping)]
-        if nested:
-            raise ModelError(
-                f"config.json: {key} differs by layer type ({', '.join(nested)}), "
-                "which this architecture does not have"
-            )
-        flat = dict(value)
-        flat["rope_type"] = flat.get("rope_type", flat.get("type", "default"))
-        flat.pop("type", None)
-        given.append(flat)
-    theta = next((flat["rope_theta"] for flat in given if flat.get("rope_theta") is not None), None)
-    if theta is None:
-        theta = config.get("rope_theta")
-    for flat in given:
-        flat["rope_theta"] = 10000.0 if theta is None else theta
-        flat.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if len(given) == 2 and given[0] != given[1]:
-        raise ModelError("config.json: rope_scaling and rope_parameters contradict each other")
-    if given:
-        return given[0]
-    return {
-        "rope_type": "default",
-        "rope_theta": 10000.0 if theta is None else theta,
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
-    }
-
-
-def _gguf_rope_parameters(
-    fields: _Fields, rope_factors: Sequence[float] | None, head_dim: int
-) -> dict[str, Any]:
-    """GGUF's RoPE metadata in Hugging Face's terms."""
-    theta = fields.number("rope.freq_base", 10000.0)
-    scaling = fields.values.get("llama.rope.scaling.type", "none")
-    parameters: dict[str, Any] = {
-        "rope_theta": theta,
-        "rope_type": "default" if scaling == "none" else scaling,
-    }
-    linear = fields.number("rope.scale_linear", 1.0)
-    if scaling == "none" and linear != 1.0:
-        parameters |= {"rope_type": "linear", "factor": linear}
-    if scaling != "none":
-        parameters["factor"] = fields.number("rope.scaling.factor")
-    original = fields.integer("rope.scaling.original_context_length", None)
-    if original:
-        parameters["original_max_position_embeddings"] = original
-    if scaling == "yarn":
-        parameters["beta_fast"] = fields.number("rope.scaling.yarn_beta_fast", 32.0)
-        parameters["beta_slow"] = fields.number("rope.scaling.yarn_beta_slow", 1.0)
-        correction = fields.number("rope.scaling.attn_factor", 1.0)
-        # GGUF stores a correction of YaRN's own attention factor, Hugging Face the factor itself.
-        parameters["attention_factor"] = correction * (0.1 * math.log(max(parameters["factor"], 1.0)) + 1.0)
-    if rope_factors is not None:
-        if parameters["rope_type"] != "default":
-            raise ModelError(f"rope_freqs.weight beside rope scaling {scaling!r} is not supported")
-        parameters |= _llama3_parameters(rope_factors, theta, head_dim)
-    return parameters
-
-
-def _llama3_parameters(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
-    """The llama3 parameters that give these divisors of the RoPE frequencies.
-
-    Every Llama 3.1, 3.2 and 3.3 uses the same ramp and original context; only the factor differs, and it is
-    the divisor of the lowest frequency. Anything these parameters do not reproduce is refused.
-    """
-    factor = max(factors, default=1.0)
-    parameters = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": LLAMA3_LOW_FREQ_FACTOR,
-        "high_freq_factor": LLAMA3_HIGH_FREQ_FACTOR,
-        "original_max_position_embeddings": LLAMA3_ORIGINAL_CONTEXT,
-    }
-    # float32 storage and arithmetic of the writer leave a few units in the last place; 1e-4 is far above
-    # those and far below any real difference of parameters.
-    plausible = 1.0 <= factor < math.inf and theta > 1.0 and len(factors) == head_dim // 2
-    if not plausible or not all(
-        math.isclose(given, _llama3_divisor(theta ** (-2 * index / head_dim), factor), rel_tol=1e-4)
-        for index, given in enumerate(factors)
-    ):
-        raise ModelError("rope_freqs.weight holds RoPE factors that are not those of Llama 3.1, 3.2 or 3.3")
-    return parameters
-
-
-def _llama3_divisor(frequency: float, factor: float) -> float:
-    """By what llama3 scaling divides one RoPE frequency (radians per token), with Llama 3's constants."""
-    rotations = LLAMA3_ORIGINAL_CONTEXT * frequency / (2 * math.pi)
-    share = (rotations - LLAMA3_LOW_FREQ_FACTOR) / (LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR)
-    share = min(max(share, 0.0), 1.0)
-    return 1.0 / (share + (1.0 - share) / factor)
-
-
-def _rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[RopeSpec, int]:
-    """The RopeSpec, and the context it reaches (tokens).
-
-    linear and dynamic configs state the length before scaling, yarn states it separately, so the context is
-    that length x factor; default and llama3 configs state the context itself.
-    """
-    fields = _Fields(parameters, "RoPE parameters")
-    rope_type: Any = parameters.get("rope_type")
-    if rope_type not in get_args(RopeScaling):
-        raise ModelError(
-            f"rope type {rope_type!r} is not supported", hint=f"supported: {', '.join(get_args(RopeScaling))}"
-        )
-    share = fields.number("partial_rotary_factor", 1.0)
-    if share != 1.0:
-        raise ModelError(f"partial_rotary_factor is {share}, but only 1 is supported")
-    theta = fields.number("rope_theta")
-    if rope_type == "default":
-        return RopeSpec(theta=theta, rotary_dim=head_dim), max_positions
-    original = fields.integer("original_max_position_embeddings", max_positions)
-    if rope_type == "yarn" and parameters.get("factor") is None:
-        factor = max_positions / original
-    else:
-        factor = fields.number("factor")
-    if factor < 1.0:
-        raise ModelError(f"RoPE parameters: factor is {factor}, but must be at least 1")
-    if rope_type == "llama3":
-        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-        if low >= high:
-            raise ModelError(f"RoPE parameters: low_freq_factor {low} is not below high_freq_factor {high}")
-        rope = RopeSpec(
-            theta=theta,
-            rotary_dim=head_dim,
-            scaling="llama3",
-            factor=factor,
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-        return rope, max_positions
-    if rope_type == "yarn":
-        rope = RopeSpec(
-            theta=theta,
-            rotary_dim=head_dim,
-            scaling="yarn",
-            factor=factor,
-            original_max_position_embeddings=original,
-            beta_fast=fields.number("beta_fast", None) or 32.0,
-            beta_slow=fields.number("beta_slow", None) or 1.0,
-            attention_factor=fields.number("attention_factor", None),
-            mscale=fields.number("mscale", None),
-            mscale_all_dim=fields.number("mscale_all_dim", None),
-            truncate=fields.boolean("truncate", True),
-        )
-        if rope.beta_fast <= rope.beta_slow:
-            raise ModelError(
-                f"RoPE parameters: beta_fast {rope.beta_fast} is not above beta_slow {rope.beta_slow}"
-            )
-        return rope, int(original * factor)
-    # Dynamic scaling is defined against the configured length, whatever else the parameters say.
-    base = max_positions if rope_type == "dynamic" else original
-    rope = RopeSpec(
-        theta=theta,
-        rotary_dim=head_dim,
-        scaling=rope_type,
-        factor=factor,
-        original_max_position_embeddings=base,
+def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
+    step = fields.integer("decoder_sparse_step")
+    dense = set(fields.indices("mlp_only_layers", num_layers))
+    dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
+    return ExpertsSpec(
+        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+        num_active=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalize=fields.boolean("norm_topk_prob"),
+        dense_layers=tuple(sorted(dense)),
     )
-    return rope, int(base * factor)
 
 
-def _divide(hidden_size: int, num_heads: int, name: str) -> int:
-    if hidden_size % num_heads:
-        raise ModelError(f"{name} {hidden_size} is not divisible by {num_heads} attention heads")
-    return hidden_size // num_heads
+QWEN_WINDOWS = windows_by_type(
+    lambda fields, layer: layer >= fields.integer("max_window_layers"), switch="use_sliding_window"
+)
+QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+MISTRAL_DEFAULTS = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+GEMMA_DEFAULTS = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA_TRAITS = {"norm_placement": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
+CAUSAL_ONLY = {"use_bidirectional_attention": (None, False)}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        models="Llama 2, 3, 3.1, 3.2, 3.3; TinyLlama; SmolLM2",
+        architectures=("LlamaForCausalLM",),
+        model_types=("llama",),
+        gguf="llama",
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        neutral={"pretraining_tp": (None, 0, 1)},
+    ),
+    Family(
+        name="mistral",
+        models="Mistral 7B; Mistral Nemo; Mistral Small",
+        architectures=("MistralForCausalLM",),
+        model_types=("mistral",),
+        gguf="llama",
+        defaults=MISTRAL_DEFAULTS,
+        windows=windows_everywhere,
+        neutral={"layer_types": (None,)},
+    ),
+    Family(
+        name="mixtral",
+        models="Mixtral 8x7B, 8x22B",
+        architectures=("MixtralForCausalLM",),
+        model_types=("mixtral",),
+        gguf="llama",
+        defaults={
+            **MISTRAL_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+        theta=1e6,
+        windows=windows_everywhere,
+        experts=mixtral_experts,
+    ),
+    Family(
+        name="qwen2",
+        models="Qwen2; Qwen2.5",
+        architectures=("Qwen2ForCausalLM",),
+        model_types=("qwen2",),
+        gguf="qwen2",
+        defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32},
+        traits={"qkv_bias": True},
+        windows=QWEN_WINDOWS,
+    ),
+    Family(
+        name="qwen3",
+        models="Qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        model_types=("qwen3",),
+        gguf="qwen3",
+        defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
+        traits={"qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        windows=QWEN_WINDOWS,
+    ),
+    Family(
+        name="qwen3_moe",
+        models="Qwen3-MoE",
+        architectures=("Qwen3MoeForCausalLM",),
+        model_types=("qwen3_moe",),
+        gguf="qwen3moe",
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 128,
+            "norm_topk_prob": False,
+        },
+        traits={"qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        windows=windows_by_type(lambda fields, layer: True, switch="use_sliding_window"),
+        experts=qwen3_experts,
+    ),
+    Family(
+        name="gemma2",
+        models="Gemma 2",
+        architectures=("Gemma2ForCausalLM",),
+        model_types=("gemma2",),
+        gguf="gemma2",
+        defaults={
+            **GEMMA_DEFAULTS,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+        traits=GEMMA_TRAITS,
+        flags=ATTENTION_BIAS,
+        numbers={"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"},
+        windows=windows_by_type(every_nth_is_full(2)),
+        activation_key="hidden_activation",
+        neutral=CAUSAL_ONLY,
+        scales_embedding=True,
+        query_scalar_key="query_pre_attn_scalar",
+    ),
+    Family(
+        name="gemma3",
+        models="Gemma 3 (text)",
+        architectures=("Gemma3ForCausalLM",),
+        model_types=("gemma3_text",),
+        gguf="gemma3",
+        defaults={**GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072},
+        theta=1e6,
+        sliding_theta=1e4,
+        traits={**GEMMA_TRAITS, "qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        numbers={"logit_softcap": "final_logit_softcapping"},
+        windows=windows_by_type(
+            lambda fields, layer: (layer + 1) % (fields.integer("sliding_window_pattern", 6)) != 0
+        ),
+        activation_key="hidden_activation",
+        neutral={**CAUSAL_ONLY, "attn_logit_softcapping": (None,)},
+        scales_embedding=True,
+        query_scalar_key="query_pre_attn_scalar",
+    ),
+    Family(
+        name="phi3",
+        models="Phi-3 mini, medium; Phi-3.5 mini; Phi-4; Phi-4-mini",
+        architectures=("Phi3ForCausalLM",),
+        model_types=("phi3",),
+        gguf="phi3",
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        windows=windows_everywhere,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+        has_partial_rope=True,
+    ),
+    Family(
+        name="olmo2",
+        models="OLMo 2",
+        architectures=("Olmo2ForCausalLM",),
+        model_types=("olmo2",),
+        gguf="olmo2",
+        defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
+        traits={"norm_placement": "output", "qk_norm": "whole"},
+        flags=ATTENTION_BIAS,
+    ),
+    Family(
+        name="granite",
+        models="Granite 3.x (dense)",
+        architectures=("GraniteForCausalLM",),
+        model_types=("granite",),
+        gguf="granite",
+        defaults={
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        numbers={
+            "embedding_multiplier": "embedding_multiplier",
+            "logit_divisor": "logits_scaling",
+            "residual_multiplier": "residual_multiplier",
+            "attention_scale": "attention_multiplier",
+        },
+    ),
+    Family(
+        name="smollm3",
+        models="SmolLM3",
+        architectures=("SmolLM3ForCausalLM",),
+        model_types=("smollm3",),
+        gguf="smollm3",
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layer_interval": 4,
+        },
+        theta=2e6,
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        windows=windows_by_type(
+            lambda fields, layer: not rotated_flags(fields, layer + 1)[layer], switch="use_sliding_window"
+        ),
+        has_unrotated_layers=True,
+    ),
+    Family(
+        name="gpt_oss",
+        models="gpt-oss (BF16 weights; the published MXFP4 files are refused)",
+        architectures=("GptOssForCausalLM",),
+        model_types=("gpt_oss",),
+        gguf="gpt-oss",
+        defaults={
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "attention_bias": True,
+        },
+        theta=150000.0,
+        traits={"attention_sinks": True, "activation": "clamped_swiglu"},
+        flags=ATTENTION_BIAS,
+        windows=windows_by_type(every_nth_is_full(2)),
+        experts=gpt_oss_experts,
+        neutral={"swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7, 7.0)},
+    ),
+)
 
 
-def _checked(spec: ModelSpec) -> ModelSpec:
-    """Refuse sizes that contradict each other."""
-    if spec.num_heads % spec.num_kv_heads:
-        raise ModelError(
-            f"{spec.num_heads} attention heads cannot be shared evenly by {spec.num_kv_heads} key-value heads"
-        )
-    if spec.head_dim % 2:
-        raise ModelError(f"head size is {spec.head_dim}, but rotary embedding needs an even one")
-    if spec.rope.theta <= 1.0:
-        raise ModelError(f"rope_theta is {spec.rope.theta}, but must be above 1")
-    if spec.rope.scaling == "dynamic" and spec.head_dim == 2:
-        raise ModelError("dynamic RoPE scaling needs a head size above 2")
-    return spec
-
-
-_REQUIRED: Any = object()
-
-
-class _Fields:
-    """Typed access to an untrusted mapping. A missing or null value takes `default`, if there is one."""
-
-    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        self.values = values
-        self._source = source
-        self._prefix = prefix
-
-    def integer(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A positive integer; None only if that is the default."""
-        value = self._get(name, default)
-        if value is default:
-            return value
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(name, value, "a positive integer")
-        return value
-
-    def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A finite number that is not negative; None only if that is the default."""
-        value = self._get(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self._error(name, value, "a finite number of at least 0")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise self._error(name, value, "true or false")
-        return value
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(self._prefix + name)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # GGUF may repeat a number for every layer
-        if value is not None:
-            return value
-        if default is _REQUIRED:
-            raise ModelError(f"{self._source}: {self._prefix}{name} is missing")
-        return default
-
-    def _error(self, name: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self._source}: {self._prefix}{name} is {value!r:.80}, but must be {expected}")
+def rotated_flags(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer has RoPE: `no_rope_layers` holds 1 for those that do, in spite of its name."""
+    flags = fields.get("no_rope_layers")
+    if flags is None:
+        interval = fields.integer("no_rope_layer_interval")
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) < num_layers or not set(flags) <= {0, 1}:
+        raise fields.error("no_rope_layers", flags, f"{num_layers} times 0 or 1")
+    return [bool(flag) for flag in flags]

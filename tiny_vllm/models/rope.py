@@ -1,7 +1,8 @@
 """The table of rotary angles: frequencies of each scaling, as cos and sin per position.
 
 Sources: linear, Chen et al. 2023, arXiv 2306.15595; dynamic (NTK by length), bloc97 2023; yarn, Peng et al.
-2023, arXiv 2309.00071; llama3, the Llama 3.1 reference. Definitions as in Hugging Face's `rope_parameters`.
+2023, arXiv 2309.00071; llama3, the Llama 3.1 reference; longrope, Ding et al. 2024, arXiv 2402.13753.
+Definitions as in Hugging Face's `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from tiny_vllm.models.spec import RopeSpec
 def rope_table(rope: RopeSpec, *, max_len: int) -> Tensor:
     """cos_sin [max_len, rotary_dim] FP32: row p holds the cosines, then the sines, of position p's angles.
 
-    `dynamic` stretches the base with the length in use. Here it is always the base for max_len, the longest
-    sequence the engine accepts: a position is rotated the same whatever the request's length and neighbours,
-    and cached keys stay valid. The two agree for a sequence of max_len tokens, and for all of them when
-    max_len is within the original length.
+    `dynamic` stretches the base with the length in use, and `longrope` changes its frequencies with it. Here
+    they are always those for max_len, the longest sequence the engine accepts: a position is rotated the same
+    whatever the request's length and neighbours, and cached keys stay valid. The two agree for a sequence of
+    max_len tokens, and for all of them when max_len is within the original length.
     """
     frequencies, scale = _frequencies(rope, max_len)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), -1)
+
+
+def unrotated_table(rotary_dim: int, *, max_len: int) -> Tensor:
+    """As `rope_table`, for layers that do not rotate: every angle is 0."""
+    return torch.cat((torch.ones(max_len, rotary_dim // 2), torch.zeros(max_len, rotary_dim // 2)), -1)
 
 
 def _frequencies(rope: RopeSpec, max_len: int) -> tuple[Tensor, float]:
@@ -37,6 +43,8 @@ def _frequencies(rope: RopeSpec, max_len: int) -> tuple[Tensor, float]:
         return _plain(_dynamic_theta(rope, max_len), rope), 1.0
     if rope.scaling == "llama3":
         return _llama3(rope), 1.0
+    if rope.scaling == "longrope":
+        return _longrope(rope, max_len)
     return _yarn(rope)
 
 
@@ -64,6 +72,16 @@ def _llama3(rope: RopeSpec) -> Tensor:
     blend = (waves_per_original_len - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _longrope(rope: RopeSpec, max_len: int) -> tuple[Tensor, float]:
+    """Each frequency has its own divisor, for the original length or for longer ones; cos and sin grow."""
+    original_len = _original_len(rope)
+    factors = rope.long_factors if max_len > original_len else rope.short_factors
+    growth = rope.attention_factor
+    if growth is None:
+        growth = math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(original_len))
+    return _plain(rope.theta, rope) / torch.tensor(factors, dtype=torch.float32), growth
 
 
 def _yarn(rope: RopeSpec) -> tuple[Tensor, float]:

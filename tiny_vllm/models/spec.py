@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,8 +15,9 @@ class RopeSpec:
 
     theta: base of the frequencies. rotary_dim: leading dimensions of a head that are rotated.
     scaling: how positions beyond `original_max_position_embeddings` are reached.
-    low_freq_factor, high_freq_factor: llama3 only. beta_fast, beta_slow, attention_factor, mscale,
-    mscale_all_dim, truncate: yarn only.
+    low_freq_factor, high_freq_factor: llama3 only. beta_fast, beta_slow, mscale, mscale_all_dim, truncate:
+    yarn only. attention_factor: yarn and longrope. short_factors, long_factors: longrope only, a divisor of
+    each frequency within the original length and beyond it.
     """
 
     theta: float
@@ -31,14 +33,47 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP: a router picks `num_active` of `num_experts` for each token.
+
+    A token's weights are the softmax over all experts, of which the picked ones keep their share, or are
+    brought to a sum of 1 if `normalize`. intermediate_size: of one expert. dense_layers: layers with a plain
+    MLP all the same. bias: router and experts have biases.
+    """
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """One decoder-only transformer.
+    """One decoder-only transformer. The defaults are those of the Llama family.
 
     vocab_size: rows of the embedding and of the LM head, padding included.
     dtype: the checkpoint's type: "float32", "bfloat16" or "float16".
+    activation: of the gate of an MLP or expert. experts: None where every layer has a plain MLP.
+
+    norm_placement: RMSNorm on the input of attention and MLP, on their output, or on both.
+    norm_offset: added to every stored norm weight. qk_norm: RMSNorm of queries and keys before the rotation,
+    over each head or over all heads together.
+
+    attention_scale: factor of the scores, head_dim ** -0.5 if None. attention_softcap: bends scores s to
+    c * tanh(s / c); logit_softcap: the same for logits. attention_sinks: one more score per head, learnt,
+    that takes part in the softmax and has no value.
+    sliding_window: tokens that a query of the `sliding_layers` sees, itself included.
+    sliding_rope: rotation of the sliding layers where it differs. unrotated_layers: layers without rotation.
+
+    embedding_multiplier, residual_multiplier: factors of the embedding, and of what each attention and MLP
+    adds to the residual stream. logit_divisor: divides the logits.
     """
 
     family: str
@@ -57,17 +92,76 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     dtype: str = "bfloat16"
+    activation: Activation = "silu"
+    experts: ExpertsSpec | None = None
+    norm_placement: Literal["input", "output", "both"] = "input"
+    norm_offset: float = 0.0
+    qk_norm: Literal["head", "whole"] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    logit_softcap: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope: RopeSpec | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
 
     @property
     def default_model_len(self) -> int:
         """Context to use unless asked otherwise, in tokens.
 
-        Dynamic RoPE scaling stretches all positions as soon as a longer context is allowed, so it is not
+        Dynamic and longrope scaling change all positions as soon as a longer context is allowed, so it is not
         allowed unasked.
         """
-        if self.rope.scaling == "dynamic" and self.rope.original_max_position_embeddings:
+        if self.rope.scaling in ("dynamic", "longrope") and self.rope.original_max_position_embeddings:
             return min(self.rope.original_max_position_embeddings, self.max_position_embeddings)
         return self.max_position_embeddings
+
+    def layer_rope(self, layer: int) -> RopeSpec | None:
+        """How a layer rotates queries and keys; None if it does not."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.sliding_rope if self.sliding_rope and layer in self.sliding_layers else self.rope
+
+    def layer_window(self, layer: int) -> int | None:
+        return self.sliding_window if layer in self.sliding_layers else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def fits_fused_cpu_decode(self) -> bool:
+        """Whether the fused CPU step computes this model (see kernels/cpu_decode)."""
+        return self._is_llama_like
+
+    @property
+    def fits_decode_chain(self) -> bool:
+        """Whether the chain of GPU kernels computes this model (see models/decode_chain.py)."""
+        return self._is_llama_like
+
+    @property
+    def _is_llama_like(self) -> bool:
+        """Biases and partial or scaled rotation apart, what the Llama family computes, in every layer."""
+        is_plain_attention = (
+            self.qk_norm is None
+            and self.attention_scale is None
+            and self.attention_softcap is None
+            and not self.attention_sinks
+            and not self.sliding_layers
+            and not self.unrotated_layers
+        )
+        is_plain_stream = (
+            self.norm_placement == "input"
+            and self.norm_offset == 0.0
+            and self.embedding_multiplier == 1.0
+            and self.residual_multiplier == 1.0
+            and self.logit_divisor == 1.0
+            and self.logit_softcap is None
+        )
+        return is_plain_attention and is_plain_stream and self.activation == "silu" and self.experts is None
 
     @property
     def q_size(self) -> int:
@@ -82,6 +176,13 @@ class ModelSpec:
         return self.q_size + 2 * self.kv_size
 
     @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Values of the norm weights of queries and of keys."""
+        if self.qk_norm is None:
+            return 0, 0
+        return (self.head_dim, self.head_dim) if self.qk_norm == "head" else (self.q_size, self.kv_size)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Values of K and V that one token keeps in the page pool, over all layers."""
         return 2 * self.kv_size * self.num_layers
@@ -89,10 +190,26 @@ class ModelSpec:
     @property
     def num_layer_parameters(self) -> int:
         """Of all layers together: everything but the embedding, the LM head and the final norm."""
-        layer = self.hidden_size * (self.qkv_size + self.q_size + 3 * self.intermediate_size + 2)
-        layer += self.qkv_bias * self.qkv_size + self.output_bias * self.hidden_size
-        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return self.num_layers * layer
+        attention = self.hidden_size * (self.qkv_size + self.q_size) + sum(self.qk_norm_sizes)
+        attention += self.qkv_bias * self.qkv_size + self.output_bias * self.hidden_size
+        attention += self.attention_sinks * self.num_heads
+        norms = self.hidden_size * (4 if self.norm_placement == "both" else 2)
+        return self.num_layers * (attention + norms) + self._num_mlp_parameters
+
+    @property
+    def _num_mlp_parameters(self) -> int:
+        def gated(intermediate_size: int, has_bias: bool) -> int:
+            matrices = 3 * self.hidden_size * intermediate_size
+            return matrices + has_bias * (2 * intermediate_size + self.hidden_size)
+
+        dense = gated(self.intermediate_size, self.mlp_bias)
+        if self.experts is None:
+            return self.num_layers * dense
+        experts = self.experts
+        num_dense = len(experts.dense_layers)
+        mixture = experts.num_experts * gated(experts.intermediate_size, experts.bias)
+        mixture += experts.num_experts * (self.hidden_size + experts.bias)
+        return num_dense * dense + (self.num_layers - num_dense) * mixture
 
     @property
     def num_parameters(self) -> int:

@@ -15,10 +15,14 @@ from torch import Tensor
 class LayerWeights:
     """One decoder layer.
 
-    input_norm, post_attention_norm: [hidden]
+    input_norm, post_attention_norm: [hidden], the norm of attention and that of the MLP, on their inputs or,
+        by the spec's norm_placement, on their outputs;  attention_output_norm, mlp_output_norm: [hidden], the
+        second pair where both are normed
     qkv: [qkv_size, hidden], rows q then k then v, heads in order, Hugging Face's half-split RoPE layout
+    q_norm, k_norm: see the spec's qk_norm;  sinks: [num_heads]
     output: [hidden, q_size]
-    gate_up: [2 * intermediate, hidden], rows gate then up;  down: [hidden, intermediate]
+    gate_up: [2 * intermediate, hidden], rows gate then up;  down: [hidden, intermediate];  a layer of experts
+        has one more dimension before these, and router: [experts, hidden]
     biases: one value per row of their matrix, None where the family has none
     """
 
@@ -32,6 +36,13 @@ class LayerWeights:
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    router: Tensor | None = None
+    router_bias: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiny_vllm.errors import ConfigError, ModelError
-from tiny_vllm.models.families import spec_from_hf_config
+from tiny_vllm.models.hf_config import spec_from_hf_config
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.weights.bundled import bundled_model_path
 from tiny_vllm.weights.gguf_file import GGUFFile
 from tiny_vllm.weights.hf_directory import CONFIG, read_json, token_ids, tokenizer_token_ids, weight_files
 from tiny_vllm.weights.hub import fetch_model, is_hub_id
-from tiny_vllm.weights.names import match_tensors
+from tiny_vllm.weights.match import match_tensors
 from tiny_vllm.weights.safetensors_file import SafetensorsFiles
 from tiny_vllm.weights.tensor_source import TensorSource
 

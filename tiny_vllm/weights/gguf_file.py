@@ -1,8 +1,9 @@
 """Weights, configuration and vocabulary from one GGUF file.
 
-Storage types are decoded by the `gguf` package. Files of the llama architecture hold the rows of Q and K
+Storage types are decoded by the `gguf` package. Files of some architectures hold the rows of Q and K
 reordered for rotating neighbouring pairs; reading undoes that, because this project rotates the two halves
-of a head against each other, as Hugging Face's checkpoints do.
+of a head against each other, as Hugging Face's checkpoints do. Where a family adds an offset to its norm
+weights, files hold the sum; reading takes the offset off again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.families import spec_from_gguf
+from tiny_vllm.models.gguf_metadata import RopeTensors, architecture_of, spec_from_gguf
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
 from tiny_vllm.weights.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
@@ -38,7 +39,12 @@ VALUES_AT_ONCE = 1 << 16
 
 Bytes = NDArray[np.uint8]
 
-ROPE_FACTORS = "rope_freqs.weight"
+ROPE_TENSORS: Mapping[str, str] = {
+    "freqs": "rope_freqs.weight",
+    "short": "rope_factors_short.weight",
+    "long": "rope_factors_long.weight",
+}
+"""Field of RopeTensors -> tensor."""
 
 
 class GGUFFile:
@@ -63,11 +69,15 @@ class GGUFFile:
     @cached_property
     def spec(self) -> ModelSpec:
         """What the metadata describes. Raises ModelError for what is not supported."""
-        factors = None
-        if ROPE_FACTORS in self.header.tensors:
-            factors = _tensor(self._map(), self.header.tensors[ROPE_FACTORS]).tolist()
+        tensors, data = self.header.tensors, self._map()
+        factors = {
+            field: _tensor(data, tensors[name]).tolist()
+            for field, name in ROPE_TENSORS.items()
+            if name in tensors
+        }
+        rope = RopeTensors(**factors)
         try:
-            return spec_from_gguf(self.metadata, self.shapes, dtype=self.dtype, rope_factors=factors)
+            return spec_from_gguf(self.metadata, self.shapes, dtype=self.dtype, rope_tensors=rope)
         except ModelError as error:
             raise ModelError(f"{self.path}: {error.message}", hint=error.hint) from error
 
@@ -117,11 +127,16 @@ class GGUFFile:
     def read(self, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (canonical name, tensor) in file order; quantised tensors come as FP32."""
         tensors = self.header.tensors
-        num_heads = {"q": self.spec.num_heads, "k": self.spec.num_kv_heads}
-        data = self._map()
+        spec, data = self.spec, self._map()
+        num_heads: dict[str, int] = {}
+        if architecture_of(self.metadata).has_pair_order:
+            num_heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
         for part, name in sorted(names.items(), key=lambda item: tensors[item[1]].offset):
             field = part.rpartition(".")[2].removesuffix("_bias")
-            yield part, _tensor(data, tensors[name], num_heads.get(field))
+            tensor = _tensor(data, tensors[name], num_heads.get(field))
+            if spec.norm_offset and field.endswith("norm"):
+                tensor = tensor - spec.norm_offset
+            yield part, tensor
 
     def _map(self) -> mmap.mmap:
         # Copy-on-write, because torch warns about buffers it could not write to.

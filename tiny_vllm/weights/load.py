@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights, ModelWeights
 from tiny_vllm.weights.checkpoint import Checkpoint
 from tiny_vllm.weights.dummy import dummy_tensors
-from tiny_vllm.weights.names import expected_shapes
+from tiny_vllm.weights.shapes import expected_shapes, num_values, stored_forms
 
 Progress = Callable[[int, int], None]
 
@@ -34,13 +35,13 @@ def load_weights(
     spec = checkpoint.spec
     weights = _allocate(spec, dtype, torch.device(device))
     parts = _parts(spec, weights)
-    total = sum(part.numel() for part in parts.values())
+    total = num_values(spec)
     done = 0
     if progress:
         progress(done, total)
     with _one_thread():
         for name, tensor in _tensors(checkpoint, seed, torch.device(device)):
-            parts[name].copy_(tensor)
+            parts[name].copy_(tensor.reshape(parts[name].shape))
             done += tensor.numel()
             if progress:
                 progress(done, total)
@@ -71,54 +72,58 @@ def _tensors(checkpoint: Checkpoint, seed: int, device: torch.device) -> Iterato
 
 def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Uninitialised tensors of the right shapes; a tied head is the embedding itself."""
+    forms = stored_forms(spec)
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def empty(name: str) -> Tensor:
+        return torch.empty(forms[name].shape, dtype=dtype, device=device)
 
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    embedding = empty(spec.vocab_size, hidden)
-    layers = [
-        LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty(spec.qkv_size, hidden),
-            output=empty(hidden, spec.q_size),
-            post_attention_norm=empty(hidden),
-            gate_up=empty(2 * inner, hidden),
-            down=empty(hidden, inner),
-            qkv_bias=empty(spec.qkv_size) if spec.qkv_bias else None,
-            output_bias=empty(hidden) if spec.output_bias else None,
-            gate_up_bias=empty(2 * inner) if spec.mlp_bias else None,
-            down_bias=empty(hidden) if spec.mlp_bias else None,
-        )
-        for _ in range(spec.num_layers)
-    ]
-    head = embedding if spec.tie_word_embeddings else empty(spec.vocab_size, hidden)
-    return ModelWeights(embedding=embedding, layers=layers, final_norm=empty(hidden), lm_head=head)
+    def layer(index: int) -> LayerWeights:
+        names = {field.name: f"layers.{index}.{field.name}" for field in fields(LayerWeights)}
+        return LayerWeights(**{field: empty(name) for field, name in names.items() if name in forms})
+
+    embedding = empty("embedding")
+    return ModelWeights(
+        embedding=embedding,
+        layers=[layer(index) for index in range(spec.num_layers)],
+        final_norm=empty("final_norm"),
+        lm_head=embedding if spec.tie_word_embeddings else empty("lm_head"),
+    )
 
 
 def _parts(spec: ModelSpec, weights: ModelWeights) -> dict[str, Tensor]:
-    """Canonical name -> the tensor, or the rows of a fused one, that it fills."""
+    """Canonical name -> the tensor, or the view of a fused one, that it fills; see `stored_forms`."""
     parts = {"embedding": weights.embedding, "final_norm": weights.final_norm}
     if not spec.tie_word_embeddings:
         parts["lm_head"] = weights.lm_head
     for index, layer in enumerate(weights.layers):
-        fields: dict[str, Tensor | None] = {
-            "input_norm": layer.input_norm,
-            "output": layer.output,
-            "post_attention_norm": layer.post_attention_norm,
-            "down": layer.down,
-            "output_bias": layer.output_bias,
-            "down_bias": layer.down_bias,
-        }
-        for suffix, qkv, gate_up in (
-            ("", layer.qkv, layer.gate_up),
-            ("_bias", layer.qkv_bias, layer.gate_up_bias),
-        ):
+        views: dict[str, Tensor] = {}
+        for field in fields(layer):
+            tensor = getattr(layer, field.name)
+            if tensor is not None:
+                views[field.name] = tensor
+        for suffix, axis in (("", -2), ("_bias", -1)):
+            qkv, gate_up = views.get(f"qkv{suffix}"), views.get(f"gate_up{suffix}")
             if qkv is not None:
-                q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size])
-                fields |= {f"q{suffix}": q, f"k{suffix}": k, f"v{suffix}": v}
+                sizes = [spec.q_size, spec.kv_size, spec.kv_size]
+                views |= dict(zip((f"{part}{suffix}" for part in "qkv"), qkv.split(sizes, axis), strict=True))
             if gate_up is not None:
-                gate, up = gate_up.split(spec.intermediate_size)
-                fields |= {f"gate{suffix}": gate, f"up{suffix}": up}
-        parts |= {f"layers.{index}.{name}": tensor for name, tensor in fields.items() if tensor is not None}
+                views[f"gate{suffix}"], views[f"up{suffix}"] = gate_up.chunk(2, axis)
+        if spec.has_experts(index):
+            views |= _expert_views(views)
+        parts |= {f"layers.{index}.{name}": tensor for name, tensor in views.items()}
     return parts
+
+
+def _expert_views(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each expert's matrices, and the views for matrices whose inputs come before their outputs."""
+    more = {
+        f"{part}.{expert}": matrix
+        for part in ("gate", "up", "down")
+        for expert, matrix in enumerate(views[part])
+    }
+    more["down_columns"] = views["down"].mT
+    # [experts, columns, rows / 2, 2]: what a file holds as gate and up in turns.
+    more["gate_up_pairs"] = views["gate_up"].unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+    if "gate_up_bias" in views:
+        more["gate_up_pairs_bias"] = views["gate_up_bias"].unflatten(1, (2, -1)).mT
+    return more

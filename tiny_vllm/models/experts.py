@@ -1,0 +1,65 @@
+"""The mixture of experts of one layer: for each token the weighted sum of a few gated MLPs.
+
+    p = softmax(router x);  y = sum of w_e * expert_e(x) over the largest p_e; w = p, or p summing to 1
+
+Tokens are sorted by expert, so that an expert is one pair of products over all its tokens; sums over experts
+are FP32 and rounded once. The host reads how many tokens each expert has.
+Sources: Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, arXiv 2401.04088.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.linear import Linear
+from tiny_vllm.models.mlp import ACTIVATIONS
+from tiny_vllm.models.residual import ResidualJoin
+from tiny_vllm.models.spec import ExpertsSpec, ModelSpec
+from tiny_vllm.models.weights import LayerWeights
+
+
+def route(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+    """Router logits [T, experts] -> the picked experts of each token and their FP32 weights, [T, num_active].
+
+    Probabilities are FP32, and equal ones favour the lower expert, so that a row alone decides its experts.
+    """
+    probabilities, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = probabilities[:, : spec.num_active], experts[:, : spec.num_active]
+    return experts, weights / weights.sum(-1, keepdim=True) if spec.normalize else weights
+
+
+class Experts:
+    """hidden [T, H] (normed) and residual [T, H] -> residual + mixture [T, H]."""
+
+    def __init__(self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin) -> None:
+        assert spec.experts is not None and weights.router is not None
+        self.spec = spec.experts
+        self.activation = ACTIVATIONS[spec.activation]
+        self.join = join
+        self.router = Linear(weights.router, weights.router_bias)
+        self.gate_up = _linears(weights.gate_up, weights.gate_up_bias)
+        self.down = _linears(weights.down, weights.down_bias)
+
+    def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        experts, weights = route(self.router(hidden), self.spec)
+        order = experts.flatten().argsort(stable=True)
+        tokens = order // self.spec.num_active
+        scale = weights.flatten()[order].unsqueeze(1)
+        mixture = torch.zeros_like(hidden, dtype=torch.float32)
+        start = 0
+        counts = experts.flatten().bincount(minlength=self.spec.num_experts).tolist()
+        for expert, count in enumerate(counts):
+            if count:
+                rows = tokens[start : start + count]
+                activated = self.activation(self.gate_up[expert](hidden[rows]))
+                outputs = self.down[expert](activated).float() * scale[start : start + count]
+                mixture.index_add_(0, rows, outputs)
+                start += count
+        return self.join(mixture.to(hidden.dtype), residual)
+
+
+def _linears(matrices: Tensor, biases: Tensor | None) -> list[Linear]:
+    """One layer of each expert, from [experts, out, in] and [experts, out]."""
+    rows = [None] * len(matrices) if biases is None else list(biases)
+    return [Linear(matrix, bias) for matrix, bias in zip(matrices, rows, strict=True)]

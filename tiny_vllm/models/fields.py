@@ -1,0 +1,98 @@
+"""Typed access to what a checkpoint says about itself: an untrusted mapping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tiny_vllm.errors import ModelError
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """A missing or null value takes the default given with the question, else that of `defaults`, if any.
+
+    source: what the mapping is, for messages. prefix: stands before every name. Raises ModelError naming the
+    key.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        *,
+        prefix: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.values = values
+        self._source = source
+        self._prefix = prefix
+        self._defaults = defaults or {}
+
+    def key(self, name: str) -> str:
+        """The whole key, for messages."""
+        return self._prefix + name
+
+    def get(self, name: str) -> Any:
+        """The value as it is, also null where it says so; the default only if there is no such key."""
+        key = self._prefix + name
+        return self.values[key] if key in self.values else self._defaults.get(name)
+
+    def integer(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A positive integer; None only if that is the default."""
+        value = self._get(name, default)
+        if value is default or value is None:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A finite number that is not negative; None only if that is the default."""
+        value = self._get(name, default)
+        if value is default or value is None:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.error(name, value, "a finite number of at least 0")
+        return float(value)
+
+    def positive(self, name: str, default: Any = _REQUIRED) -> Any:
+        """As `number`, and above 0."""
+        value = self.number(name, default)
+        if value == 0:
+            raise self.error(name, value, "above 0")
+        return value
+
+    def boolean(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def indices(self, name: str, limit: int) -> tuple[int, ...]:
+        """A list of layer numbers below `limit`, empty by default."""
+        value = self._get(name, ())
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and 0 <= item < limit for item in value
+        ):
+            raise self.error(name, value, f"a list of layer numbers below {limit}")
+        return tuple(value)
+
+    def error(self, name: str, value: object, expected: str) -> ModelError:
+        return ModelError(f"{self._source}: {self._prefix}{name} is {value!r:.80}, but must be {expected}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(self._prefix + name)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]  # GGUF may repeat a number for every layer
+        if value is not None:
+            return value
+        if default is not _REQUIRED:
+            return default
+        if name not in self._defaults:
+            raise ModelError(f"{self._source}: {self._prefix}{name} is missing")
+        return self._defaults[name]

@@ -1,0 +1,151 @@
+"""From a Hugging Face `config.json` to a ModelSpec, by the family's row.
+
+A missing key takes the value its architecture defines for it; a value that is not understood and would change
+the output is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.models.families import FAMILIES, LLAMA_DEFAULTS, Family, rotated_flags
+from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.rope_parameters import (
+    hf_rope_parameters,
+    hf_rope_parameters_by_type,
+    read_rope,
+)
+from tiny_vllm.models.spec import ModelSpec, RopeSpec
+from tiny_vllm.models.spec_check import checked, divide
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    # Its config says "silu", which is not what it computes.
+    "clamped_swiglu": ("silu",),
+}
+
+
+def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Read the contents of a Hugging Face `config.json`.
+
+    Accepts the older style (`rope_theta`, `rope_scaling`, `torch_dtype`) and the newer one
+    (`rope_parameters`, `dtype`). `spec.dtype` is what the config declares, float32 if it declares nothing;
+    whoever reads the files replaces it by the type they hold. Raises ModelError naming the key.
+    """
+    family = family_of(config)
+    fields = Fields(config, "config.json", defaults={**LLAMA_DEFAULTS, **family.defaults})
+    _refuse_unsupported(config, fields, family)
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_layers = fields.integer("num_hidden_layers")
+    head_dim = fields.integer("head_dim") or divide(hidden_size, num_heads, "hidden_size")
+    rope, sliding_rope, context = _ropes(config, fields, family, head_dim)
+    values: dict[str, Any] = {
+        "family": family.name,
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope,
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
+        "dtype": _declared_dtype(config),
+        **family.traits,
+        **{name: fields.boolean(key) for name, key in family.flags.items()},
+    }
+    for name, key in family.numbers.items():
+        if fields.get(key) is not None:
+            values[name] = fields.positive(key)
+    values["sliding_window"], values["sliding_layers"] = family.windows(fields, num_layers)
+    if sliding_rope != rope and values["sliding_layers"]:
+        values["sliding_rope"] = sliding_rope
+    if family.has_unrotated_layers:
+        flags = rotated_flags(fields, num_layers)
+        values["unrotated_layers"] = tuple(index for index, flag in enumerate(flags) if not flag)
+    if family.experts is not None:
+        values["experts"] = family.experts(fields, num_layers)
+    if family.scales_embedding:
+        values["embedding_multiplier"] = hidden_size**0.5
+    if family.query_scalar_key is not None:
+        values["attention_scale"] = fields.positive(family.query_scalar_key) ** -0.5
+    return checked(ModelSpec(**values))
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The row that describes this model. Raises ModelError naming the architecture if there is none."""
+    architectures = config.get("architectures")
+    if not architectures:
+        model_type = config.get("model_type")
+        for family in FAMILIES:
+            if model_type in family.model_types:
+                return family
+        raise ModelError(
+            f"config.json names no architecture and its model_type is {model_type!r:.80}",
+            hint=f"supported: {', '.join(name for family in FAMILIES for name in family.model_types)}",
+        )
+    for family in FAMILIES:
+        if isinstance(architectures, list) and architectures in ([name] for name in family.architectures):
+            return family
+    names = architectures if isinstance(architectures, list) else [architectures]
+    raise ModelError(
+        f"architecture {', '.join(map(str, names)):.80} is not supported",
+        hint=f"supported: {', '.join(name for family in FAMILIES for name in family.architectures)}",
+    )
+
+
+def _ropes(
+    config: Mapping[str, Any], fields: Fields, family: Family, head_dim: int
+) -> tuple[RopeSpec, RopeSpec | None, int]:
+    """The rotation, that of sliding layers if the family has one, and the context in tokens."""
+    max_positions = fields.integer("max_position_embeddings")
+    if family.sliding_theta is not None:
+        full, sliding = hf_rope_parameters_by_type(config, family.theta, family.sliding_theta)
+        return (
+            read_rope(full, head_dim, max_positions)[0],
+            read_rope(sliding, head_dim, max_positions)[0],
+            max_positions,
+        )
+    original = fields.get("original_max_position_embeddings")
+    if original is not None:
+        config = {**config, "original_max_position_embeddings": original}
+    parameters = hf_rope_parameters(config, family.theta)
+    rope_type = parameters["rope_type"]
+    if isinstance(rope_type, str):
+        parameters["rope_type"] = family.rope_aliases.get(rope_type, rope_type)
+    rope, context = read_rope(parameters, head_dim, max_positions, may_be_partial=family.has_partial_rope)
+    return rope, None, context
+
+
+def _refuse_unsupported(config: Mapping[str, Any], fields: Fields, family: Family) -> None:
+    quantization = config.get("quantization_config") or config.get("quantization")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ModelError(
+            f"quantization_config ({method}) is not supported",
+            hint="use the unquantised model or a GGUF file",
+        )
+    key, activation = family.activation_key, fields.get(family.activation_key)
+    supported = ACTIVATIONS[family.traits.get("activation", "silu")]
+    if activation is not None and activation not in supported:
+        raise ModelError(f"{key} is {activation!r:.80}, but only {supported[0]!r} is supported")
+    for key, values in family.neutral.items():
+        if config.get(key) not in values:
+            used = [value for value in values if value is not None]
+            expected = f"only {used[-1]} is supported" if used else "it is not supported"
+            raise ModelError(f"{key} is {config[key]!r:.80}, but {expected}")
+
+
+def _declared_dtype(config: Mapping[str, Any]) -> str:
+    declared = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = str(declared).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {declared!r}, but must be one of {', '.join(DTYPES)}")
+    return name

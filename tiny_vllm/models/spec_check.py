@@ -1,0 +1,34 @@
+"""Sizes that contradict each other, refused before anything is allocated for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.models.spec import ModelSpec
+
+
+def divide(hidden_size: int, num_heads: int, name: str) -> int:
+    """The head size where none is stated."""
+    if hidden_size % num_heads:
+        raise ModelError(f"{name} {hidden_size} is not divisible by {num_heads} attention heads")
+    return hidden_size // num_heads
+
+
+def checked(spec: ModelSpec) -> ModelSpec:
+    """The spec, with a scale of attention that is the usual one left to None. Raises ModelError."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(
+            f"{spec.num_heads} attention heads cannot be shared evenly by {spec.num_kv_heads} key-value heads"
+        )
+    for rope in (spec.rope, spec.sliding_rope):
+        if rope is not None and rope.theta <= 1.0:
+            raise ModelError(f"rope_theta is {rope.theta}, but must be above 1")
+        if rope is not None and rope.scaling == "dynamic" and rope.rotary_dim == 2:
+            raise ModelError("dynamic RoPE scaling needs a head size above 2")
+    experts = spec.experts
+    if experts is not None and experts.num_active > experts.num_experts:
+        raise ModelError(f"{experts.num_active} experts per token are more than the {experts.num_experts}")
+    if spec.attention_scale == spec.head_dim**-0.5:
+        spec = replace(spec, attention_scale=None)
+    return spec

@@ -1,0 +1,66 @@
+"""Which stored tensor is which weight: complete, without doubles, and of the right shapes, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tiny_vllm.errors import ModelError
+from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.weights.names import DERIVED, GGUF_LAYER, name_table
+from tiny_vllm.weights.shapes import expected_shapes, stored_forms
+
+NAMES_SHOWN = 6
+
+
+def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, where: str) -> dict[str, str]:
+    """Canonical name -> stored name of every tensor to load.
+
+    stored: name -> shape in the files. where: the file or directory, for messages. A head stored beside a
+    tied configuration and tables computable from it are left out; any other tensor the spec has no place for
+    would change the output, so it is refused, as are missing ones and wrong shapes. Raises ModelError.
+    """
+    forms = stored_forms(spec)
+    is_gguf = any(GGUF_LAYER.fullmatch(name) for name in stored)
+    table = name_table(spec.family, gguf=is_gguf)
+    found: dict[str, str] = {}
+    brought: dict[str, str] = {}
+    unexpected = []
+    for name in stored:
+        part = table.canonical(name)
+        if part in forms:
+            assert part is not None
+            for atom in forms[part].atoms:
+                if atom in brought:
+                    raise ModelError(f"{where}: {brought[atom]} and {name} are the same weight")
+                brought[atom] = name
+            found[part] = name
+        elif not DERIVED.fullmatch(name) and not (part == "lm_head" and spec.tie_word_embeddings):
+            unexpected.append(name)
+    missing = [part for part in expected_shapes(spec) if not brought.keys() >= set(forms[part].atoms)]
+    if missing:
+        hint = "the checkpoint is incomplete"
+        if missing == ["lm_head"]:
+            hint = "tie_word_embeddings is false, so the head must be stored"
+        names = _listed([table.stored(part) for part in missing])
+        raise ModelError(f"{where}: missing {names}", hint=hint)
+    if unexpected:
+        raise ModelError(
+            f"{where}: unexpected {_listed(unexpected)}", hint="the configuration has no place for them"
+        )
+    for part, form in forms.items():
+        name = found.get(part)
+        if name is not None and tuple(stored[name]) != form.shape:
+            raise ModelError(
+                f"{where}: tensor {name} has shape {list(stored[name])}, "
+                f"but the configuration needs {list(form.shape)}"
+            )
+    return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    """ "tensor a", or "8 tensors: a, b, ..." with the first few named."""
+    names = list(names)
+    if len(names) == 1:
+        return f"tensor {names[0]}"
+    more = ", ..." if len(names) > NAMES_SHOWN else ""
+    return f"{len(names)} tensors: {', '.join(names[:NAMES_SHOWN])}{more}"
