@@ -1,0 +1,166 @@
+"""The weight-tape kernel: a whole decode step of a Llama-like model as one launch (sm_90 and newer).
+
+    last tokens of 1 to 8 slots -> next tokens, written to the slot tables;  or their logits
+
+`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens, when first needed.
+Formulas are those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32 accumulation; the residual
+stays in FP32. A step reads every weight once: its time is that of reading the tape and the K/V of the contexts, plus
+what the exchanges between blocks cost beyond what the ring hides.
+
+Rejected: flags and fences between phases (an exchange costs twice as much), a grid-wide barrier (more), weights through
+plain loads (the stream then waits for every exchange). Measurements: LOG.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.sampling_noise import GOLDEN_32, MIX_32
+from tiny_vllm.kernels.slot_inputs import SlotState
+from tiny_vllm.kernels.weight_tape.layout import (
+    NUM_BLOCKS,
+    BlockPlan,
+    TapeLayout,
+    defines,
+    exchange_words,
+    plan_block,
+)
+
+NUM_THREADS = 544
+LOG2_E = 1.4426950408889634
+# Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal.
+WINDOW = 3
+# Contexts shorter than this are gone through by every block of a (token, KV head) pair.
+DIRECT_LIMIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TapeModel:
+    """What a step reads besides the slot tables, on one device.
+
+    tape: see `pack`. norms [2 * layers + 1, hidden] BF16: input and post-attention norm of each layer, final norm.
+    qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has them. embedding [vocab,
+    hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages, kv_heads, page_size, head_dim] BF16.
+    """
+
+    layout: TapeLayout
+    tape: Tensor
+    norms: Tensor
+    embedding: Tensor
+    cos_sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    rms_norm_eps: float
+    scale: float
+    qk_norms: Tensor | None = None
+    qkv_bias: Tensor | None = None
+
+
+class _Params(ctypes.Structure):
+    """`struct Params` of tape.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tape", "norms", "qk_norms", "qkv_bias", "embedding", "k_cache", "v_cache")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("cos_sin", "page_table", "computed_len", "last_token", "sample_position")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("stream", "temperature", "slots", "exchange", "epochs", "logits")
+        ),
+        *((name, ctypes.c_void_p) for name in ("tokens", "is_valid")),
+        *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
+        *((name, ctypes.c_float) for name in ("eps", "score_scale")),
+        *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw")),
+    )
+
+
+def source() -> str:
+    return (Path(__file__).parent / "tape.cu").read_text(encoding="utf-8")
+
+
+def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
+    """What `tape.cu` is compiled with for one bucket of tokens."""
+    noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
+    return {**defines(layout, tokens), **noise}
+
+
+def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaFunction:
+    """The kernel for one bucket of tokens. Raises CompileError or DriverError."""
+    plan = plan_block(layout, tokens)
+    assert isinstance(plan, BlockPlan)
+    cubin = compile_cubin(source(), name="tape", defines=macros(layout, tokens), arch=architecture(device))
+    return load_function(cubin, "tape_step", shared_bytes=plan.shared_bytes, device=device)
+
+
+class TapeStep:
+    """One bucket's kernel with its buffers.
+
+    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64, is_valid
+    [tokens] bool: what a drawing launch writes. logits [tokens, vocab] FP32: what a launch without drawing writes.
+    state, temperature [slots] FP32: the slot tables. Launches must follow one another on one stream.
+    """
+
+    def __init__(self, model: TapeModel, state: SlotState, temperature: Tensor, tokens: int) -> None:
+        device = model.tape.device
+        shape = model.layout.shape
+        function = compile_step(model.layout, tokens, device)
+        self.slots = torch.full((tokens,), temperature.shape[0], dtype=torch.int64, device=device)
+        self.tokens = torch.empty(tokens, dtype=torch.int64, device=device)
+        self.is_valid = torch.empty(tokens, dtype=torch.bool, device=device)
+        self.logits = torch.empty(tokens, shape.vocab_size, dtype=torch.float32, device=device)
+        # No word carries a valid epoch at first; epochs begin with 1.
+        self._exchange = torch.full((exchange_words(shape, tokens),), -1, dtype=torch.int32, device=device)
+        self._epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
+        self._kept = (model, state, temperature)
+
+        def address(tensor: Tensor | None) -> int | None:
+            assert tensor is None or (tensor.is_contiguous() and tensor.device == device)
+            return None if tensor is None else tensor.data_ptr()
+
+        for table in (
+            state.computed_len,
+            state.last_token,
+            state.sample_position,
+            state.stream,
+            state.page_table,
+        ):
+            assert table.dtype == torch.int64
+        self._params = _Params(
+            address(model.tape), address(model.norms), address(model.qk_norms), address(model.qkv_bias),
+            address(model.embedding), address(model.k_cache), address(model.v_cache), address(model.cos_sin),
+            address(state.page_table), address(state.computed_len), address(state.last_token),
+            address(state.sample_position), address(state.stream), address(temperature), address(self.slots),
+            address(self._exchange), address(self._epochs), None, address(self.tokens), address(self.is_valid),
+            state.page_table.stride(0), model.k_cache.shape[1], temperature.shape[0], model.rms_norm_eps,
+            model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1,
+        )  # fmt: skip
+        self._launch = function.prepare((self._params,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True)
+        self.local_bytes = function.local_bytes
+
+    def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
+        """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
+        self._params.window, self._params.direct_limit = window, direct_limit
+
+    def draw(self, *, stores_logits: bool = False) -> None:
+        """Enqueue a step of `slots`: next tokens into `tokens`, `is_valid` and the slot tables."""
+        self._params.logits = self.logits.data_ptr() if stores_logits else None
+        self._params.draw = 1
+        self._launch.launch()
+
+    def compute_logits(self) -> None:
+        """Enqueue a step of `slots` that writes `logits` and leaves the slot tables as they are."""
+        self._params.logits = self.logits.data_ptr()
+        self._params.draw = 0
+        self._launch.launch()
