@@ -1,0 +1,276 @@
+"""How do this engine and vLLM compare on this GPU, in one run?
+
+    PYTHONPATH=. python3 benchmarks/side_by_side.py --json results.json
+
+Runs `tiny-vllm bench decode --end-to-end` and vllm_generate.py one after the other, each in a process of its
+own, with the same shape (dummy weights, BF16), batches and lengths, and writes both and their ratio into one
+file, anew after every line. vLLM comes from a bundle (--peer) that is installed into a temporary directory
+first. Takes about three minutes on an H200 with the defaults, two of them vLLM's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+ROPE_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.2-1b": {
+        **LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**ROPE_SCALING, "factor": 32.0},
+    },
+    "llama-3.1-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "rope_scaling": {**ROPE_SCALING, "factor": 8.0},
+    },
+}
+# The bundle has no FlashInfer, and nothing may wait for a network.
+PEER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+
+class Comparison:
+    """What is known so far, on disk after every change."""
+
+    def __init__(self, path: Path | None, shape: str) -> None:
+        self._path = path
+        self.content: dict[str, Any] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "shape": shape,
+            "ratios": [],
+            "failures": [],
+            "tiny_vllm": {},
+            "vllm": {"rows": []},
+        }
+
+    def take_ours(self, path: Path) -> None:
+        """Read the report of `bench decode`. It may be half written at the moment: there will be a next
+        time."""
+        try:
+            self.content["tiny_vllm"] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        self.write()
+
+    def take_theirs(self, line: str) -> None:
+        """A line that vllm_generate.py printed; vLLM prints others, too."""
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(row, dict) and "measure" in row:
+            self.content["vllm"]["rows"].append(row)
+            self.write()
+
+    def fail(self, text: str) -> None:
+        print(f"FAILED: {text}", flush=True)
+        self.content["failures"].append(text)
+        self.write()
+
+    def write(self) -> None:
+        self.content["ratios"] = ratios(
+            self.content["tiny_vllm"].get("rows", []), self.content["vllm"]["rows"]
+        )
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+
+
+def ratios(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that both have, with how many times longer vLLM's step takes."""
+
+    def steps(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
+        return {
+            (row["input_len"], row["batch_size"]): row["us_per_step"]
+            for row in rows
+            if row.get("measure") == "generate" and "us_per_step" in row
+        }
+
+    mine, peers = steps(ours), steps(theirs)
+    return [
+        {
+            "input_len": key[0],
+            "batch_size": key[1],
+            "us_per_step": mine[key],
+            "vllm_us_per_step": peers[key],
+            "speedup": peers[key] / mine[key],
+        }
+        for key in mine
+        if key in peers
+    ]
+
+
+def output_lines(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Iterator[str]:
+    """Run a command and yield what it prints, line by line. Raises RuntimeError if it fails.
+
+    After limit_s seconds the command is ended, with the processes it has started.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        assert process.stdout is not None
+        yield from (line.rstrip("\n") for line in process.stdout)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        raise RuntimeError(f"{shlex.join(command[:4])} ... ended with {code} (limit: {limit_s:.0f} s)")
+
+
+def run_ours(comparison: Comparison, model: Path, args: argparse.Namespace, folder: Path) -> None:
+    report = folder / "ours.json"
+    command = [sys.executable, "-m", "tiny_vllm", "bench", "decode", "--model", str(model)]
+    command += ["--load-format", "dummy", "--no-step", "--end-to-end", "--json", str(report)]
+    command += [*line_options(args), "--max-model-len", str(max_model_len(args)), *shlex.split(args.options)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    try:
+        for line in output_lines(command, {"PYTHONPATH": path}, args.limit):
+            print(f"  tiny-vllm: {line}", flush=True)
+            comparison.take_ours(report)
+    finally:
+        # The report is written just after the line is printed.
+        comparison.take_ours(report)
+
+
+def run_vllm(comparison: Comparison, model: Path, args: argparse.Namespace, folder: Path) -> None:
+    site = folder / "site"
+    start = time.perf_counter()
+    install = ["bash", str(args.peer / "install.sh"), str(site)]
+    for line in output_lines(install, {"PYTHON": sys.executable}, args.limit):
+        print(f"  install: {line}", flush=True)
+    comparison.content["vllm"]["seconds_to_install"] = time.perf_counter() - start
+    script = str(ROOT / "benchmarks" / "vllm_generate.py")
+    command = [sys.executable, script, "--model", str(model), *line_options(args)]
+    environment = {**PEER_ENVIRONMENT, "PYTHONPATH": str(site)}
+    for line in output_lines(command, environment, args.limit):
+        print(f"  vllm: {line}", flush=True)
+        comparison.take_theirs(line)
+
+
+def line_options(args: argparse.Namespace) -> list[str]:
+    return [
+        *("--batch-sizes", args.batch_sizes),
+        *("--input-lens", args.input_lens),
+        *("--output-len", str(args.output_len)),
+        *("--num-iters", str(args.num_iters)),
+    ]
+
+
+def max_model_len(args: argparse.Namespace) -> int:
+    return max(4096, max(map(int, args.input_lens.split(","))) + args.output_len)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--config", type=Path, help="a config.json to use instead of --shape")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        default=ROOT.parent / "shared" / "peers" / "vllm-0.21.0",
+        help="directory with vLLM's install.sh (default: ../shared/peers/vllm-0.21.0)",
+    )
+    parser.add_argument("--engines", default="tiny-vllm,vllm", help="which to run, in this order")
+    parser.add_argument("--batch-sizes", default="1,2,4,8,64")
+    parser.add_argument("--input-lens", default="128")
+    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--num-iters", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=280, help="seconds that each engine may take")
+    parser.add_argument("--options", default="", help="more options for tiny-vllm, as one string")
+    args = parser.parse_args()
+    runs = {"tiny-vllm": run_ours, "vllm": run_vllm}
+    engines = args.engines.split(",")
+    if unknown := set(engines) - runs.keys():
+        parser.error(f"--engines names {', '.join(sorted(unknown))}, but there are {', '.join(runs)}")
+    comparison = Comparison(args.json, str(args.config or args.shape))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "model"
+        model.mkdir()
+        config = args.config.read_text() if args.config else json.dumps(SHAPES[args.shape])
+        (model / "config.json").write_text(config)
+        for engine in engines:
+            print(f"== {engine}", flush=True)
+            start = time.perf_counter()
+            try:
+                runs[engine](comparison, model, args, folder)
+            except RuntimeError as error:
+                comparison.fail(f"{engine}: {error}")
+            print(f"== {engine} took {time.perf_counter() - start:.1f} s", flush=True)
+    comparison.write()
+    for row in comparison.content["ratios"]:
+        print(
+            f"prompt {row['input_len']}, batch {row['batch_size']}: {row['us_per_step']:.1f} us per step, "
+            f"vLLM {row['vllm_us_per_step']:.1f}, ratio {row['speedup']:.2f}",
+            flush=True,
+        )
+    return 1 if comparison.content["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""benchmarks/side_by_side.py from end to end, with a tiny model and a peer that only pretends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.side_by_side import SHAPES, ratios
+from tests.cli.test_bench_decode import CONFIG
+
+ROOT = Path(__file__).parents[1]
+# Every token of a batch takes a millisecond for each of its sequences.
+PRETENDED_VLLM = """
+import json, time
+from types import SimpleNamespace
+__version__ = "0.0.pretended"
+print("noise that is no JSON", flush=True)
+print(json.dumps(["noise", "that is"]), flush=True)
+class SamplingParams:
+    def __init__(self, **options): self.max_tokens = options["max_tokens"]
+class LLM:
+    def __init__(self, **options):
+        assert options["load_format"] == "dummy" and not options["enable_prefix_caching"]
+    def generate(self, prompts, params, use_tqdm):
+        if FAILS_AT == len(prompts): raise ValueError("no room")
+        time.sleep(0.001 * len(prompts) * params.max_tokens)
+        tokens = SimpleNamespace(token_ids=[0] * params.max_tokens)
+        return [SimpleNamespace(outputs=[tokens]) for _ in prompts]
+"""
+
+
+def compare(tmp_path: Path, *options: str, fails_at: int = 0) -> tuple[int, dict[str, Any], str]:
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    source = PRETENDED_VLLM.replace("FAILS_AT", str(fails_at))
+    (peer / "vllm.py").write_text(source)
+    (peer / "install.sh").write_text('set -e\nmkdir "$1"\ncp "$(dirname "$0")/vllm.py" "$1"\n"$PYTHON" -V\n')
+    config, report = tmp_path / "config.json", tmp_path / "results" / "report.json"
+    config.write_text(json.dumps(CONFIG))
+    command = [sys.executable, "benchmarks/side_by_side.py", "--peer", str(peer), "--config", str(config)]
+    command += ["--json", str(report), "--batch-sizes", "1,3", "--input-lens", "8", "--output-len", "6"]
+    command += ["--num-iters", "1", "--options", "--device cpu --max-model-len 64", *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    return run.returncode, content, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_both_engines_and_their_ratio_end_in_one_file(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path)
+    assert code == 0, output
+    assert report["vllm"]["rows"][0]["version"] == "0.0.pretended"
+    assert report["vllm"]["seconds_to_install"] > 0
+    assert report["tiny_vllm"]["machine"]["device"] == "cpu"
+    assert [(row["input_len"], row["batch_size"]) for row in report["ratios"]] == [(8, 1), (8, 3)]
+    for row in report["ratios"]:
+        # A sleep may take longer than asked, never less.
+        assert row["vllm_us_per_step"] == pytest.approx(1000 * row["batch_size"], rel=0.5)
+        assert row["speedup"] == pytest.approx(row["vllm_us_per_step"] / row["us_per_step"])
+    assert "prompt 8, batch 3:" in output
+
+
+@pytest.mark.slow
+def test_what_one_engine_cannot_do_leaves_the_rest(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path, fails_at=3)
+    assert code == 1
+    assert [row["batch_size"] for row in report["ratios"]] == [1]
+    (failure,) = report["failures"]
+    assert failure.startswith("vllm: ") and "ended with 1" in failure
+    assert "ValueError: no room" in output
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
+    code, report, _ = compare(tmp_path, "--engines", "vllm", "--output-len", "100000", "--limit", "5")
+    assert code == 1
+    assert "(limit: 5 s)" in report["failures"][0]
+
+
+def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path, "--engines", "vllm,other")
+    assert code == 2 and report == {}
+    assert "--engines names other, but there are tiny-vllm, vllm" in output
+
+
+def test_only_lines_that_both_have_are_compared() -> None:
+    def line(batch_size: int, us: float, **more: Any) -> dict[str, Any]:
+        return {"measure": "generate", "input_len": 8, "batch_size": batch_size, "us_per_step": us, **more}
+
+    ours = [{"measure": "start"}, line(1, 500.0), line(2, 600.0)]
+    theirs = [line(2, 1500.0), line(4, 100.0), {"measure": "step", "us_per_step": 1.0}]
+    assert ratios(ours, theirs) == [
+        {"input_len": 8, "batch_size": 2, "us_per_step": 600.0, "vllm_us_per_step": 1500.0, "speedup": 2.5}
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shapes_are_what_they_say(shape: str, tmp_path: Path) -> None:
+    from tiny_vllm.config import EngineConfig
+    from tiny_vllm.engine.build import plan_engine
+
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", num_pages=1)
+    parameters = plan_engine(config).checkpoint.spec.num_parameters
+    assert round(parameters / 1e9, 2) == {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03}[shape]
