@@ -197,7 +197,9 @@ def test_every_user_error_is_a_value_error() -> None:
         assert issubclass(error, ValueError)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "info", "bench throughput", "bench latency"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "serve", "demo", "info", "bench throughput", "bench latency"]
+)
 def test_every_engine_option_is_on_the_command_line(command: str) -> None:
     from tiny_vllm.cli.main import build_parser
     from tiny_vllm.config import EngineConfig

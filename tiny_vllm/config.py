@@ -152,6 +152,7 @@ class OptionKind:
 
 
 OPTION_KINDS: Mapping[str, OptionKind] = {
+    "str": OptionKind(str),
     "str | None": OptionKind(str, optional=True),
     "int": OptionKind(int),
     "int | None": OptionKind(int, optional=True),

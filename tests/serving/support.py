@@ -1,11 +1,24 @@
-"""What the server's tests share."""
+"""What the server's tests share: a server in a thread, a raw HTTP client, waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.engine_client import EngineState
+from tiny_vllm.serving.server import Server, listening_socket, open_model
+from tiny_vllm.serving.service import Service
 
 STUB_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 
@@ -15,3 +28,114 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """The same, without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.01)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    data: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, after a look at its shape."""
+        body = self.json()
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert len(self.data) < 2000
+        return body["error"]
+
+    def events(self) -> list[dict[str, Any]]:
+        """The chunks of a stream, which ends as it must."""
+        parts = self.data.decode().split("\n\n")
+        assert parts[-2:] == ["data: [DONE]", ""]
+        return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+@dataclass
+class RunningServer:
+    """A server in a thread of this process. Its parts may be looked at, but only the loop may change them."""
+
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """One request on a connection of its own. body: bytes as they are, anything else as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            sent = {"content-type": "application/json"} if data is not None else {}
+            connection.request(method, path, data, {**sent, **(headers or {})})
+            response = connection.getresponse()
+            names = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, names, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **options: Any) -> Answer:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> Answer:
+        return self.request("POST", path, body, **options)
+
+    def complete(self, prompt: Any, **options: Any) -> Answer:
+        return self.post("/v1/completions", {"prompt": prompt, **options})
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left of any request: in the server, in the slots, in the pool."""
+        stats = self.service.engine.stats
+        return (
+            self.service.admission.num_requests == 0
+            and self.service.engine.num_requests == 0
+            and stats is not None
+            and stats.num_running == stats.num_waiting == 0
+            and stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+        )
+
+    def assert_alive(self) -> None:
+        wait_until(self.is_idle)
+        answer = self.complete([5, 6, 7], max_tokens=4, return_token_ids=True)
+        assert answer.status == 200, answer.data
+
+
+@contextmanager
+def running_server(
+    command: Sequence[str] = STUB_COMMAND,
+    engine: dict[str, Any] | None = None,
+    *,
+    wait: bool = True,
+    **options: Any,
+) -> Iterator[RunningServer]:
+    """engine: engine options. wait: until the engine is ready. options: server options."""
+    config = ServerConfig(port=0, **{"drain_timeout": 1.0, **options})
+    engine_config = EngineConfig(**(engine or {}))
+    service = Service(config, engine_config, open_model(config, engine_config), engine_command=command)
+    listener = listening_socket(config.host, config.port)
+    server = Server(service)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        if wait:
+            wait_until(lambda: service.engine.state is not EngineState.LOADING, 60.0)
+        yield RunningServer(service, listener.getsockname()[1])
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not stop"

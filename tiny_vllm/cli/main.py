@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tiny_vllm.cli import bench, chat, demo, generate, info
+from tiny_vllm.cli import bench, chat, demo, generate, info, serve
 from tiny_vllm.cli.output import OutputError, guarded_stdout
 from tiny_vllm.errors import TinyVLLMError
 
-COMMANDS = (generate, chat, demo, bench, info)
+COMMANDS = (generate, chat, serve, demo, bench, info)
 
 EXIT_FAULT = 1
 EXIT_USAGE = 2

@@ -73,8 +73,9 @@ class EngineClient:
 
     command: starts an engine process; see engine_process.main for what is appended. on_ready: called with the
     resolved options whenever a process has become ready. observe: called with each batch of updates and the
-    time they came. ready, report, page_map, load_progress: the last news of each kind; None while there is
-    none. All methods belong to the event loop's thread.
+    time they came. on_lost: called with the outputs of requests that will have no last update. ready, report,
+    load_progress: the last news of each kind; None while there is none. failure: why the last process ended.
+    All methods belong to the event loop's thread.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class EngineClient:
         log_level: int = logging.WARNING,
         on_ready: Callable[[Ready], None] = lambda ready: None,
         observe: Observe = lambda updates, now: None,
+        on_lost: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
     ) -> None:
         self.state = EngineState.LOADING
         self.ready: Ready | None = None
@@ -102,6 +104,7 @@ class EngineClient:
         self._log_level = log_level
         self._on_ready = on_ready
         self._observe = observe
+        self._on_lost = on_lost
         self._processor = OutputProcessor(tokenizer)
         self._numbers = itertools.count()
         self._offered: dict[int, Generation] = {}
@@ -162,10 +165,13 @@ class EngineClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests, and have the engine end them. Unknown ones are ignored."""
-        known = [request_id for request_id in request_ids if self._generations.pop(request_id, None)]
+        known = [request_id for request_id in request_ids if request_id in self._generations]
+        if not known:
+            return
+        self._on_lost([self._generations.pop(request_id).output_of(request_id) for request_id in known])
         for request_id in known:
             self._processor.remove(request_id)
-        if known and self._socket is not None:
+        if self._socket is not None:
             self._send(Abort(known))
 
     def watch(self) -> Callable[[], None]:
@@ -325,6 +331,7 @@ class EngineClient:
                 f"the engine has died: {_first_line(self.failure)}", hint="try again in a moment"
             )
         generations = {id(generation): generation for generation in self._generations.values()}
+        self._on_lost(self.outputs())
         self._generations.clear()
         self._offered.clear()
         self._processor = OutputProcessor(self._tokenizer)

@@ -25,6 +25,7 @@ from tiny_vllm.types import Request, SamplingParams
 
 PROGRESS_SECONDS = 0.1
 LINGER_MS = 2000
+WARM_UP_LEN = 64
 
 Progress = Callable[[int, int], None]
 Build = Callable[[EngineConfig, Progress], tuple[DrivenEngine, EngineConfig, Sequence[Choice]]]
@@ -70,10 +71,12 @@ def build_engine(
     return build.build_engine(plan, progress=progress), plan.config, plan.choices
 
 
-def warm_up(engine: DrivenEngine) -> None:
-    """A prompt and a few tokens, so that no client waits for what is compiled when first used."""
+def warm_up(engine: DrivenEngine, max_model_len: int) -> None:
+    """A prompt and a few tokens, so that no client waits for what is prepared when first used."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, detokenize=False)
-    engine.add(Request("warm-up", (0, 0), params, time.monotonic(), cache_salt="warm-up"))
+    # Long enough to leave the paths for a handful of tokens.
+    prompt = (0,) * max(1, min(WARM_UP_LEN, max_model_len - 4))
+    engine.add(Request("warm-up", prompt, params, time.monotonic(), cache_salt="warm-up"))
     while engine.has_work:
         engine.step()
 
@@ -90,7 +93,8 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
     channel = ZmqChannel(address)
     try:
         engine, config, choices = build(start.config, _Reporter(channel))
-        warm_up(engine)
+        assert config.max_model_len is not None
+        warm_up(engine, config.max_model_len)
         channel.send(Ready(asdict(config), [(c.name, str(c.value), c.reason) for c in choices]))
         EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != parent_id).run()
     except Exception as error:

@@ -1,0 +1,52 @@
+"""`tiny-vllm serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import fields
+from typing import Any
+
+from tiny_vllm.cli.options import add_common_options, add_config_options, add_engine_options, engine_config
+from tiny_vllm.errors import ConfigError
+from tiny_vllm.serving.config import ServerConfig, api_keys_from_environment
+
+DEFAULTS = {"max_queue_len": 4096}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI does",
+        usage="%(prog)s [options] [MODEL]",
+        description="Serve a model over HTTP with OpenAI's API, and a live picture of the engine at /.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="the same as --model: what to serve"
+    )
+    add_config_options(parser.add_argument_group("server options"), ServerConfig)
+    add_engine_options(parser, DEFAULTS)
+    add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.positional_model is not None:
+        if args.model is not None:
+            raise ConfigError("the model is given twice", hint="leave out --model")
+        args.model = args.positional_model
+    config = server_config(args)
+    options = engine_config(args)
+    from tiny_vllm.serving.server import serve
+
+    serve(config, options, log_level=logging.getLogger("tiny_vllm").level)
+    return 0
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The validated server options of a command line and the environment. Raises ConfigError."""
+    values = {option.name: getattr(args, option.name) for option in fields(ServerConfig)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values["api_key"] += api_keys_from_environment()
+    return ServerConfig(**values)

@@ -1,0 +1,61 @@
+"""Reading a request's body: JSON only, not too long, not too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.schemas import AnyBody, parse_body
+
+
+async def read_body(http: Request, body_class: type[AnyBody], config: ServerConfig) -> AnyBody:
+    """Raises ApiError: 408, 413, 415 or 400."""
+    _check_headers(http, config.max_body_bytes)
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            data = await _read(http, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {config.body_timeout:g} seconds\n"
+            "hint: the limit is the server option body_timeout",
+            headers={"connection": "close"},
+        ) from None
+    return parse_body(body_class, data)
+
+
+def _check_headers(http: Request, max_bytes: int) -> None:
+    media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Asking for this type also keeps web pages of other origins from sending anything without permission.
+    if media_type != "application/json":
+        raise ApiError(
+            415,
+            f"the content type is {media_type[:100]!r}, but must be application/json",
+            headers={"accept": "application/json"},
+        )
+    if http.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "compressed bodies are not supported\nhint: send plain JSON")
+    length = http.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise _too_long(max_bytes)
+
+
+async def _read(http: Request, max_bytes: int) -> bytes:
+    data = bytearray()
+    async for part in http.stream():
+        data += part
+        if len(data) > max_bytes:
+            raise _too_long(max_bytes)
+    return bytes(data)
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    # What the client goes on sending is not read to its end.
+    return ApiError(
+        413,
+        f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
+        headers={"connection": "close"},
+    )

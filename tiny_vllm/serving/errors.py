@@ -1,0 +1,85 @@
+"""Errors as the API shows them: OpenAI's shape, a real status, bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from tiny_vllm.errors import CapacityError, EngineDead, RequestError, TinyVLLMError
+
+MAX_MESSAGE_LEN = 1000
+MAX_PLACE_LEN = 100
+MAX_SHOWN_ERRORS = 5
+RETRY_SECONDS = "1"
+
+
+class ApiError(Exception):
+    """What a client is told. kind: OpenAI's error type. param: the parameter at fault, if it is one."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE_LEN else message[:MAX_MESSAGE_LEN] + " ..."
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+
+def api_error(error: TinyVLLMError) -> ApiError:
+    """The answer to a request that met this error."""
+    match error:
+        case RequestError():
+            return ApiError(400, str(error))
+        case CapacityError():
+            return overloaded(str(error))
+        case EngineDead():
+            return ApiError(
+                503,
+                str(error),
+                kind="server_error",
+                code="engine_unavailable",
+                headers={"retry-after": RETRY_SECONDS},
+            )
+    return ApiError(500, str(error), kind="server_error")
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"retry-after": RETRY_SECONDS},
+    )
+
+
+def schema_error(error: ValidationError) -> ApiError:
+    """The first few faults of a body that does not fit its schema, without the body's own values."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    texts = []
+    for fault in faults[:MAX_SHOWN_ERRORS]:
+        place = ".".join(str(part) for part in fault["loc"])[:MAX_PLACE_LEN]
+        texts.append(f"{place}: {fault['msg']}" if place else str(fault["msg"]))
+    if len(faults) > MAX_SHOWN_ERRORS:
+        texts.append(f"and {len(faults) - MAX_SHOWN_ERRORS} more")
+    first = faults[0]["loc"]
+    return ApiError(400, "; ".join(texts), param=str(first[0])[:MAX_PLACE_LEN] if first else None)

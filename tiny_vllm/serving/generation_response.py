@@ -1,0 +1,165 @@
+"""The response of an endpoint that generates: whole or streamed, with one end whatever happens.
+
+It owns the request from the engine's door to the last byte. When the client goes away, in the middle of a
+stream or while it waits for a whole answer, everything is given back at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tiny_vllm.errors import EngineDead, TinyVLLMError
+from tiny_vllm.outputs import ChoiceDelta, CompletionOutput
+from tiny_vllm.serving.admission import Admission
+from tiny_vllm.serving.engine_client import EngineClient
+from tiny_vllm.serving.errors import ApiError, api_error
+from tiny_vllm.serving.gate import error_response
+from tiny_vllm.serving.generation import Generation
+from tiny_vllm.serving.openai_responses import Format
+from tiny_vllm.text.request_builder import PreparedRequest
+from tiny_vllm.types import FinishReason
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+LAST_WORD_SECONDS = 1.0
+DONE = b"data: [DONE]\n\n"
+
+
+class GenerationResponse(Response):
+    """Runs prepared requests and sends their answer.
+
+    form: how to show it. is_streamed: as server-sent events. sends_usage: a stream ends with the usage.
+    timeout: seconds for all of it, None for as long as it takes.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        prepared: Sequence[PreparedRequest],
+        form: Format,
+        *,
+        api_key: str,
+        is_streamed: bool,
+        sends_usage: bool,
+        timeout: float | None,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._admission = admission
+        self._prepared = prepared
+        self._form = form
+        self._api_key = api_key
+        self._is_streamed = is_streamed
+        self._sends_usage = sends_usage
+        self._timeout = timeout
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(scope, receive, send))
+        watch = asyncio.create_task(_disconnected(receive))
+        # Cancelled when the server has waited long enough for its requests to finish.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        if not work.done():
+            work.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._generate(scope, receive, send)
+        except ApiError as error:
+            await self._send_error(error, scope, receive, send)
+        except TinyVLLMError as error:
+            await self._send_error(api_error(error), scope, receive, send)
+        except TimeoutError:
+            late = ApiError(
+                504,
+                f"the request took longer than {self._timeout:g} seconds\n"
+                "hint: lower max_tokens, or raise the server option request_timeout",
+                kind="server_error",
+                code="timeout",
+            )
+            await self._send_error(late, scope, receive, send)
+        except asyncio.CancelledError:
+            # Either nobody is there to read this, or the server stops: then it is the stream's end.
+            closing = api_error(EngineDead("the server is shutting down", hint="try again later"))
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                await self._send_error(closing, scope, receive, send)
+            raise
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._admission.entered(self._api_key):
+            generation = await self._engine.submit(self._prepared, is_streamed=self._is_streamed)
+            with generation:
+                if self._is_streamed:
+                    await self._stream(generation, send)
+                    return
+                await generation.finished()
+            for output in generation.outputs:
+                _check_reasons(output.outputs)
+            data = msgspec.json.encode(self._form.whole(generation.outputs))
+            self._has_started = True
+            await Response(data, media_type="application/json")(scope, receive, send)
+
+    async def _stream(self, generation: Generation, send: Send) -> None:
+        """The engine has taken the requests: only now is it certain that the status is 200."""
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        async for chunks in self._chunks(generation):
+            if chunks:
+                await send({"type": "http.response.body", "body": _events(chunks), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _chunks(self, generation: Generation) -> AsyncIterator[list[dict[str, Any]]]:
+        outputs = generation.outputs
+        yield self._form.opening(outputs)
+        while updates := await generation.updates():
+            yield self._form.chunks(outputs, updates)
+            for _, update in updates:
+                _check_reasons(update.deltas)
+        if self._sends_usage:
+            yield [self._form.usage_chunk(outputs)]
+
+    async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._has_started:
+            await error_response(error)(scope, receive, send)
+        elif self._is_streamed:
+            body = b"data: " + error.encoded() + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _check_reasons(choices: Iterable[ChoiceDelta | CompletionOutput]) -> None:
+    """Raises ApiError if the model broke down on one of the choices."""
+    for choice in choices:
+        if choice.finish_reason == FinishReason.ERROR:
+            raise ApiError(
+                500,
+                f"the model gave no usable numbers for choice {choice.index}\nhint: try another prompt",
+                kind="server_error",
+                code="model_failure",
+            )
+
+
+def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
+    encode = msgspec.json.encode
+    return b"".join([b"data: " + encode(chunk) + b"\n\n" for chunk in chunks])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,192 @@
+"""From request bodies to prepared requests: prompts, sampling parameters, and the limits of this server."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiny_vllm.errors import RequestError
+from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
+from tiny_vllm.text.tokenizer import Tokenizer
+from tiny_vllm.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of a call beside its body.
+
+    call_id: unique; the engine's request ids are made from it. priority: from a header. salt: of the tenant.
+    arrival_time: seconds on the monotonic clock.
+    """
+
+    call_id: str
+    priority: int | None
+    salt: str | None
+    arrival_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """Makes requests for one model. tokenizer: None for a model without one."""
+
+    builder: RequestBuilder
+    tokenizer: Tokenizer | None
+    max_prompts: int
+    max_stop_strings: int
+
+    def completion(self, body: CompletionBody, call: Call) -> list[PreparedRequest]:
+        """One request per prompt. Raises ApiError or RequestError."""
+        options = self._sampling_options(body)
+        if body.max_tokens is not None:
+            options["max_tokens"] = body.max_tokens
+        if body.logprobs is not None:
+            options["logprobs"] = body.logprobs
+            if body.echo:
+                options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        params = SamplingParams(**options)
+        prompts = self._prompts(body.prompt)
+        requests = []
+        for place, prompt in enumerate(prompts):
+            encoded = prompt
+            if isinstance(prompt, str) and body.add_special_tokens is False:
+                encoded = self._need_tokenizer().encode(prompt, add_special_tokens=False)
+            prepared = self.builder.build(encoded, params, **self._options(body, call, place))
+            text = prompt if isinstance(prompt, str) else None
+            requests.append(PreparedRequest(prepared.request, text))
+        return requests
+
+    def chat(self, body: ChatBody, call: Call) -> list[PreparedRequest]:
+        """One request for a conversation. Raises ApiError or RequestError."""
+        options = self._sampling_options(body)
+        limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise ApiError(
+                400,
+                "max_tokens and max_completion_tokens differ\nhint: give max_completion_tokens alone",
+                param="max_completion_tokens",
+            )
+        # Without a limit, an answer may fill the context.
+        options["max_tokens"] = limits.pop() if limits else None
+        if body.logprobs:
+            options["logprobs"] = body.top_logprobs or 0
+        elif body.top_logprobs is not None:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        generates = body.add_generation_prompt is not False
+        prepared = self.builder.build_chat(
+            body.messages,
+            SamplingParams(**options),
+            add_generation_prompt=generates,
+            template_variables=body.chat_template_kwargs,
+            **self._options(body, call, 0),
+        )
+        return [prepared]
+
+    def tokens(self, body: TokenizeBody) -> list[int]:
+        """The ids of /tokenize. Raises ApiError or RequestError."""
+        tokenizer = self._need_tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        if tokenizer.chat_template is None:
+            raise RequestError("this model has no chat template", hint="send a prompt")
+        rendered = tokenizer.chat_template.render(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            variables=body.chat_template_kwargs,
+        )
+        return tokenizer.encode_chat(rendered)
+
+    def text(self, body: DetokenizeBody) -> str:
+        """The text of /detokenize, special tokens included. Raises RequestError."""
+        tokenizer = self._need_tokenizer()
+        unknown = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"tokens has id {str(unknown[0])[:40]}, but the ids are 0 to {tokenizer.vocab_size - 1}"
+            )
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    def _sampling_options(self, body: GenerationBody) -> dict[str, Any]:
+        options = body.sampling_options()
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError(
+                400, "prompt_logprobs cannot be streamed\nhint: use stream: false", param="prompt_logprobs"
+            )
+        stops = options.get("stop")
+        if isinstance(stops, list) and len(stops) > self.max_stop_strings:
+            raise ApiError(
+                400,
+                f"stop has {len(stops)} entries, but must have at most {self.max_stop_strings}\n"
+                "hint: the limit is the server option max_stop_strings",
+                param="stop",
+            )
+        return options
+
+    def _options(self, body: GenerationBody, call: Call, place: int) -> Mapping[str, Any]:
+        priority = body.priority if body.priority is not None else call.priority
+        return {
+            "request_id": f"{call.call_id}-{place}",
+            "priority": 0 if priority is None else priority,
+            "cache_salt": _joined_salt(call.salt, body.cache_salt),
+            "arrival_time": call.arrival_time,
+        }
+
+    def _prompts(self, prompt: Any) -> list[str | list[int]]:
+        """The prompts of a completion: text, ids, or a list of either."""
+        if isinstance(prompt, str):
+            return [prompt]
+        if not isinstance(prompt, list):
+            raise ApiError(400, "prompt must be a string, token ids, or a list of either", param="prompt")
+        if not prompt:
+            raise ApiError(400, "prompt is an empty list\nhint: send some text", param="prompt")
+        if not any(isinstance(item, str | list) for item in prompt):
+            return [prompt]  # the token ids of one prompt; the builder looks at each
+        if not all(isinstance(item, str | list) for item in prompt):
+            raise ApiError(
+                400, "prompt mixes token ids with prompts\nhint: put the ids into a list", param="prompt"
+            )
+        if len(prompt) > self.max_prompts:
+            raise ApiError(
+                400,
+                f"there are {len(prompt)} prompts, but at most {self.max_prompts} are allowed\n"
+                "hint: the limit is the server option max_prompts",
+                param="prompt",
+            )
+        return prompt
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer", hint="send token ids")
+        return self.tokenizer
+
+
+def _joined_salt(tenant: str | None, request: str | None) -> str | None:
+    """One salt out of two, such that no tenant can come up with another's."""
+    if tenant is None:
+        return request
+    return f"{tenant}:{request or ''}"
+
+
+def tenant_salt(api_key: str) -> str:
+    """A salt that stands for a key without giving it away."""
+    return hashlib.sha256(b"tenant" + api_key.encode()).hexdigest()
+
+
+def amount_of_text(prompt: Any) -> int:
+    """Characters and token ids in a prompt or conversation, roughly: how long tokenising will take."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return len(prompt) + sum(
+            amount_of_text(item) for item in prompt if isinstance(item, str | list | dict)
+        )
+    if isinstance(prompt, dict):
+        return sum(amount_of_text(value) for value in prompt.values() if isinstance(value, str | list | dict))
+    return 0

@@ -1,0 +1,183 @@
+"""Request bodies. Types are checked here, values by SamplingParams, RequestBuilder and ChatTemplate.
+
+null means the default everywhere, as in OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from tiny_vllm.serving.errors import schema_error
+from tiny_vllm.serving.parameters import check_unsupported
+from tiny_vllm.types import SAMPLING_FIELDS
+
+NULL = {"type": "null"}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+# One fault is enough: a million wrong entries must not become a million error objects.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                TOKEN_IDS,
+                {"type": "array", "items": TOKEN_IDS},
+            ]
+        }
+    ),
+]
+MessagesField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"type": "string", "minLength": 1},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, NULL]
+                    },
+                },
+            },
+        }
+    ),
+]
+BiasField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                },
+                NULL,
+            ]
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    """A request body. allow_inf_nan: JSON has no such numbers, but some parsers take them."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = Field(None, description="one of /v1/models; the served model if left out")
+
+    def check_extras(self) -> None:
+        """Raises ApiError for parameters that are unknown or cannot be honoured."""
+        check_unsupported(self.model_extra or {}, type(self).model_fields)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = Field(None, description="end with a chunk that carries the usage")
+    continuous_usage_stats: bool | None = Field(None, description="usage so far in every chunk")
+    include_obfuscation: bool | None = Field(None, description="accepted; there is none")
+
+
+class GenerationBody(Body):
+    """What both generating endpoints share. Fields without a description are those of SamplingParams."""
+
+    # Fields that are renamed or combined before they become sampling parameters.
+    SPECIAL: ClassVar[frozenset[str]] = frozenset({"max_tokens", "logprobs", "detokenize"})
+
+    n: int | None = Field(None, description="choices per prompt")
+    max_tokens: int | None = Field(None, description="most tokens per choice")
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
+    logit_bias: BiasField = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+
+    stream: bool | None = Field(None, description="send server-sent events as text is generated")
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(
+        None, description="smaller is more urgent; also the header X-Priority; default 0"
+    )
+    cache_salt: str | None = Field(None, description="share cached prefixes only under the same salt")
+    request_id: str | None = Field(
+        None, max_length=128, description="part of the answer's id; need not be unique"
+    )
+    return_token_ids: bool | None = Field(None, description="add token ids to prompts and choices")
+    return_tokens_as_token_ids: bool | None = Field(None, description="name tokens token_id:N in logprobs")
+
+    def sampling_options(self) -> dict[str, Any]:
+        """The sampling parameters that were given, under their own names."""
+        names = [name for name in SAMPLING_FIELDS if name not in self.SPECIAL]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: PromptField = Field(description="text, token ids, or a list of either")
+    echo: bool | None = Field(None, description="begin the text with the prompt")
+    logprobs: int | None = Field(None, description="log-probabilities of this many tokens per position")
+    add_special_tokens: bool | None = Field(None, description="begin text prompts with BOS (default: true)")
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: MessagesField
+    max_completion_tokens: int | None = Field(None, description="most tokens per choice")
+    logprobs: bool | None = Field(None, description="return log-probabilities")
+    top_logprobs: int | None = Field(None, description="of this many tokens per position")
+    add_generation_prompt: bool | None = Field(None, description="open the assistant's turn (default: true)")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: either prompt or messages."""
+
+    prompt: str | None = None
+    messages: MessagesField = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt (default: true)")
+    add_generation_prompt: bool | None = Field(None, description="of messages (default: true)")
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = Field(None, description="add each token's text")
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    tokens: Ids
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(body_class: type[AnyBody], data: bytes) -> AnyBody:
+    """A body from JSON text. Raises ApiError for text that is no JSON and for wrong types and names."""
+    try:
+        body = body_class.model_validate_json(data)
+    except ValidationError as error:
+        raise schema_error(error) from None
+    body.check_extras()
+    return body

@@ -1,0 +1,142 @@
+"""Runs the server: opens the model's tokenizer, listens, and stops in order.
+
+The first SIGTERM or Ctrl-C stops listening and lets running requests finish, for at most `drain_timeout`
+seconds; the second one ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.errors import ConfigError, TinyVLLMError
+from tiny_vllm.serving.app import create_app
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
+from tiny_vllm.serving.service import ServedModel, Service
+from tiny_vllm.weights.checkpoint import open_checkpoint
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 30
+
+
+def serve(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    log_level: int = logging.WARNING,
+) -> None:
+    """Serve until told to stop. Raises ConfigError and ModelError for what cannot be served."""
+    model = open_model(config, engine_config)
+    service = Service(config, engine_config, model, engine_command=engine_command, log_level=log_level)
+    _raise_file_limit()
+    with listening_socket(config.host, config.port) as listener:
+        address = listener.getsockname()
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        print(f"{model.name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+        server = Server(service)
+        server.run(sockets=[listener])
+    if server.start_failure is not None:
+        raise server.start_failure
+
+
+def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel:
+    """What the API needs of the model. Raises ConfigError or ModelError."""
+    checkpoint = open_checkpoint(
+        engine_config.model, load_format=engine_config.load_format, tokenizer=engine_config.tokenizer
+    )
+    aliases = {checkpoint.name, engine_config.model} - {None}
+    return ServedModel(
+        name=config.served_model_name or checkpoint.name,
+        aliases=frozenset() if config.served_model_name else frozenset(map(str, aliases)),
+        vocab_size=checkpoint.spec.vocab_size,
+        tokenizer=None if checkpoint.tokenizer is None else checkpoint.load_tokenizer(),
+    )
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that clients can reach; it outlives every engine process. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is no address of this machine: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}", hint="give another --host or --port"
+        ) from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our way to stop. start_failure: why the engine could not even start."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        config = uvicorn.Config(
+            create_app(service, on_engine_end=self._stop_without_engine),
+            log_config=None,
+            access_log=logging.getLogger("tiny_vllm").isEnabledFor(logging.INFO),
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=service.config.drain_timeout,  # type: ignore[arg-type]
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self.start_failure: TinyVLLMError | None = None
+
+    def stop(self) -> None:
+        """Stop listening, and end when the running requests have finished."""
+        self._service.is_draining = True
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does it, but a stop that was asked for is no failure: signals are not raised again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread hears signals
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.stop()
+
+    def _stop_without_engine(self) -> None:
+        """An engine that could not even start is a mistake in the options: there is nothing to wait for."""
+        if self._service.engine.state is EngineState.DEAD and not self._service.has_been_ready:
+            self.start_failure = self._service.engine.failure
+            self.stop()
+
+
+def _raise_file_limit() -> None:
+    """As many open files, and so connections, as the system allows without asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

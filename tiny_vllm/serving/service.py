@@ -1,0 +1,113 @@
+"""Everything one server holds: the engine, the model's facts, metrics, limits, and whether it is draining."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.errors import EngineDead
+from tiny_vllm.serving.admission import Admission
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineClient
+from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.messages import Ready
+from tiny_vllm.serving.metrics import Metrics
+from tiny_vllm.serving.openai_requests import RequestMaker
+from tiny_vllm.text.request_builder import RequestBuilder
+from tiny_vllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding."""
+
+    name: str
+    aliases: frozenset[str]
+    vocab_size: int
+    tokenizer: Tokenizer | None
+
+
+class Service:
+    """The state of a server. engine_command: starts an engine process, see EngineClient."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        model: ServedModel,
+        *,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        log_level: int = logging.WARNING,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.created = int(time.time())
+        self.is_draining = False
+        self.has_been_ready = False
+        self.metrics = Metrics(model.name, lambda: self.engine.stats)
+        self.admission = Admission(config.max_requests, config.max_requests_per_key)
+        self.engine = EngineClient(
+            engine_config,
+            model.tokenizer,
+            command=engine_command,
+            restart=config.restart_engine,
+            log_level=log_level,
+            on_ready=self._take_ready,
+            observe=self.metrics.observe,
+            on_lost=self.metrics.forget,
+        )
+        self._maker: RequestMaker | None = None
+
+    @property
+    def maker(self) -> RequestMaker:
+        """Makes requests for the running engine. Raises EngineDead while there is none."""
+        self.engine.check_ready()
+        assert self._maker is not None
+        return self._maker
+
+    @property
+    def max_model_len(self) -> int | None:
+        return None if self.engine.ready is None else self.engine.ready.options["max_model_len"]
+
+    def check_health(self) -> None:
+        """Raises EngineDead unless the engine's loop runs."""
+        self.engine.check_ready()
+        silence = time.monotonic() - self.engine.last_heard
+        if silence > self.config.stall_timeout:
+            raise EngineDead(
+                f"the engine has given no sign of life for {silence:.0f} seconds",
+                hint="the limit is the server option stall_timeout",
+            )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served here."""
+        if name is None or name == self.model.name or name in self.model.aliases:
+            return
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} does not exist\nhint: this server has {self.model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _take_ready(self, ready: Ready) -> None:
+        self.has_been_ready = True
+        options = ready.options
+        builder = RequestBuilder(
+            self.model.tokenizer,
+            vocab_size=self.model.vocab_size,
+            max_model_len=options["max_model_len"],
+            max_logprobs=options["max_logprobs"],
+            max_n=options["max_n"],
+        )
+        self._maker = RequestMaker(
+            builder, self.model.tokenizer, self.config.max_prompts, self.config.max_stop_strings
+        )
+        for name, value, reason in ready.choices:
+            logger.info("%s = %s (%s)", name, value, reason)
+        logger.info("the engine is ready")
