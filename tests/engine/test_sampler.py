@@ -15,8 +15,10 @@ import torch
 
 from tests.helpers.sampling_oracle import draw, log_softmax, processed_logits
 from tiny_vllm.engine.sampler import Sampler, SlotSampling, prompt_logprobs
-from tiny_vllm.types import SamplingParams
+from tiny_vllm.engine.transfers import PlainTransfers, Upload
+from tiny_vllm.types import SamplingParams, TokenLogprobs
 
+CPU = torch.device("cpu")
 VOCAB = 600
 ENDINGS = (2, 7)
 BAD_WORDS = ((11,), (12, 13), (13, 12, 14))
@@ -61,12 +63,39 @@ class Client:
         return plain.output
 
 
+@dataclass
+class Sampled:
+    """One entry per row."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    invalid_rows: tuple[int, ...]
+
+
+def assign(sampler: Sampler, slot: int, sampling: SlotSampling) -> None:
+    upload = Upload()
+    sampler.assign({slot: sampling}, upload)
+    upload.send(PlainTransfers(CPU))
+
+
+def draw_tokens(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> Sampled:
+    upload = Upload()
+    batch = sampler.prepare(slots, upload.integers(slots), upload)
+    upload.send(PlainTransfers(CPU))
+    drawn = sampler.draw(logits, batch)
+    tokens, is_valid = drawn.tokens.tolist(), drawn.is_valid.tolist()
+    logprobs = sampler.finish(
+        batch, drawn, [t if ok else None for t, ok in zip(tokens, is_valid, strict=True)]
+    )
+    return Sampled(tokens, logprobs, tuple(row for row, ok in enumerate(is_valid) if not ok))
+
+
 def run(sampler: Sampler, clients: dict[int, Client], steps: int, order: list[int] | None = None) -> None:
     """Sample `steps` tokens for clients by slot."""
     slots = order or list(clients)
     for _ in range(steps):
         logits = torch.stack([clients[slot].logits() for slot in slots])
-        sampled = sampler.sample(logits, slots)
+        sampled = draw_tokens(sampler, logits, slots)
         assert sampled.invalid_rows == ()
         for slot, token in zip(slots, sampled.token_ids, strict=True):
             clients[slot].output.append(token)
@@ -75,7 +104,7 @@ def run(sampler: Sampler, clients: dict[int, Client], steps: int, order: list[in
 def start(clients: dict[int, Client], num_slots: int = 32) -> Sampler:
     sampler = Sampler(num_slots, VOCAB, "cpu")
     for slot, client in clients.items():
-        sampler.assign(slot, client.slot_sampling())
+        assign(sampler, slot, client.slot_sampling())
     return sampler
 
 
@@ -169,9 +198,9 @@ def test_different_seeds_differ_and_large_or_negative_ones_work() -> None:
     seeds = [0, 1, 2, 2**32, 2**63, 2**64 - 1, -(2**63)]
     sampler = Sampler(len(seeds), VOCAB, "cpu")
     for slot, seed in enumerate(seeds):
-        sampler.assign(slot, SlotSampling(params=SamplingParams(), seed=seed, prompt_token_ids=(1,)))
+        assign(sampler, slot, SlotSampling(params=SamplingParams(), seed=seed, prompt_token_ids=(1,)))
     logits = torch.zeros(len(seeds), VOCAB)
-    drawn = [sampler.sample(logits.clone(), list(range(len(seeds)))).token_ids for _ in range(6)]
+    drawn = [draw_tokens(sampler, logits.clone(), list(range(len(seeds)))).token_ids for _ in range(6)]
     streams = [tuple(step[slot] for step in drawn) for slot in range(len(seeds))]
     # 2**63 and -(2**63) are the same number modulo 2**64, all others differ.
     assert streams[4] == streams[6]
@@ -188,9 +217,9 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(name: str, stop_at: i
     run(sampler, {1: client}, stop_at)
     sampler.release(1)
     other = make_client(6, temperature=0.5, frequency_penalty=1.0)
-    sampler.assign(1, other.slot_sampling())
+    assign(sampler, 1, other.slot_sampling())
     run(sampler, {1: other}, 2)
-    sampler.assign(4, client.slot_sampling())
+    assign(sampler, 4, client.slot_sampling())
     run(sampler, {1: other, 4: client}, 10 - stop_at, [4, 1])
     assert client.output == client.expected(10)
 
@@ -203,11 +232,11 @@ def test_a_slot_keeps_nothing_of_its_last_sequence() -> None:
     sampler.release(2)
     for params in ({}, {"presence_penalty": 1.0}, {"temperature": 0}):
         fresh = make_client(8, **params)
-        sampler.assign(2, fresh.slot_sampling())
+        assign(sampler, 2, fresh.slot_sampling())
         run(sampler, {2: fresh}, 6)
         assert fresh.output == fresh.expected(6)
         logits = fresh.logits()[None]
-        assert sampler.sample(logits, [2]).logprobs == [None]
+        assert draw_tokens(sampler, logits, [2]).logprobs == [None]
 
 
 def test_endings_cannot_be_drawn_before_min_tokens() -> None:
@@ -233,14 +262,16 @@ def test_bad_words_forbid_only_the_completion_and_ignore_the_prompt() -> None:
     sampler = Sampler(1, VOCAB, "cpu")
     params = SamplingParams(temperature=0, bad_words=["x"])
     words = ((13, 12), (12, 12))
-    sampler.assign(
-        0, SlotSampling(params=params, seed=0, prompt_token_ids=(13, 13, 12), bad_words_token_ids=words)
+    assign(
+        sampler,
+        0,
+        SlotSampling(params=params, seed=0, prompt_token_ids=(13, 13, 12), bad_words_token_ids=words),
     )
     without_13 = wanted.clone()
     without_13[0, 13] = 0
     steps = [without_13, wanted, without_13, without_13]
     # First 12: the prompt's 13 before it does not count. Then 13, and 12 may not follow it: 20; then 12 may.
-    assert [sampler.sample(step.clone(), [0]).token_ids[0] for step in steps] == [12, 13, 20, 12]
+    assert [draw_tokens(sampler, step.clone(), [0]).token_ids[0] for step in steps] == [12, 13, 20, 12]
 
 
 @pytest.mark.parametrize(
@@ -270,8 +301,8 @@ def test_ending_tokens_and_bad_words_outside_the_vocabulary_are_harmless() -> No
         bad_words_token_ids=((VOCAB,), (3, VOCAB + 1)),
     )
     sampler = Sampler(1, VOCAB, "cpu")
-    sampler.assign(0, sampling)
-    assert sampler.sample(torch.zeros(1, VOCAB), [0]).invalid_rows == ()
+    assign(sampler, 0, sampling)
+    assert draw_tokens(sampler, torch.zeros(1, VOCAB), [0]).invalid_rows == ()
 
 
 @pytest.mark.parametrize("prompt_is_all_one_token", [True, False])
@@ -282,10 +313,10 @@ def test_only_repetition_looks_at_the_prompt(prompt_is_all_one_token: bool) -> N
     sampler = Sampler(3, VOCAB, "cpu")
     for slot, penalty in enumerate(("presence_penalty", "frequency_penalty", "repetition_penalty")):
         params = SamplingParams(temperature=0, **{penalty: 2.0})
-        sampler.assign(slot, SlotSampling(params=params, seed=0, prompt_token_ids=prompt))
-    first = sampler.sample(logits.clone(), [0, 1, 2]).token_ids
+        assign(sampler, slot, SlotSampling(params=params, seed=0, prompt_token_ids=prompt))
+    first = draw_tokens(sampler, logits.clone(), [0, 1, 2]).token_ids
     assert first == [30, 30, 40 if prompt_is_all_one_token else 30]
-    assert sampler.sample(logits.clone(), [0, 1, 2]).token_ids[:2] == [40, 40]
+    assert draw_tokens(sampler, logits.clone(), [0, 1, 2]).token_ids[:2] == [40, 40]
 
 
 def test_penalised_rows_do_not_depend_on_the_order_of_plain_neighbours() -> None:
@@ -305,11 +336,11 @@ def test_penalised_rows_do_not_depend_on_the_order_of_plain_neighbours() -> None
 def test_extreme_but_valid_parameters_never_break_a_row(repetition: float, temperature: float) -> None:
     params = SamplingParams(repetition_penalty=repetition, temperature=temperature, top_p=0.9)
     sampler = Sampler(1, VOCAB, "cpu")
-    sampler.assign(0, SlotSampling(params=params, seed=1, prompt_token_ids=list(range(100))))
+    assign(sampler, 0, SlotSampling(params=params, seed=1, prompt_token_ids=list(range(100))))
     for _ in range(5):
         logits = torch.randn(1, VOCAB).clamp(-1, 1) * 1e4
         logits[0, 50:60] = 0.0
-        assert sampler.sample(logits, [0]).invalid_rows == ()
+        assert draw_tokens(sampler, logits, [0]).invalid_rows == ()
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
@@ -321,7 +352,7 @@ def test_broken_logits_fail_one_row_and_spare_the_others(damage: float) -> None:
         run(sampler, clients, 2)
         logits = torch.stack([client.logits() for client in clients.values()])
         logits[broken, 444] = damage
-        sampled = sampler.sample(logits, list(clients))
+        sampled = draw_tokens(sampler, logits, list(clients))
         assert sampled.invalid_rows == (broken,)
         assert sampled.logprobs[broken] is None
         sampler.release(broken)
@@ -348,7 +379,7 @@ def test_logprobs_are_raw_whatever_the_sampling_settings() -> None:
     clients[8] = make_client(8)
     sampler = start(clients)
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-    sampled = sampler.sample(logits.clone(), list(clients))
+    sampled = draw_tokens(sampler, logits.clone(), list(clients))
     assert sampled.logprobs[8] is None
     for row, num_top in enumerate([4, 4, 4, 4, 4, 4, 0, VOCAB]):
         entry = sampled.logprobs[row]
@@ -388,14 +419,12 @@ def test_steps_inside_and_outside_inference_mode_can_be_mixed() -> None:
     client = make_client(1, **ALONE["everything"], prompt=list(range(300)))
     sampler = Sampler(2, VOCAB, "cpu")
     with torch.inference_mode():
-        sampler.assign(0, client.slot_sampling())
+        assign(sampler, 0, client.slot_sampling())
         run(sampler, {0: client}, 2)
-    sampler.assign(1, make_client(2, presence_penalty=1.0).slot_sampling())
+    assign(sampler, 1, make_client(2, presence_penalty=1.0).slot_sampling())
     run(sampler, {0: client}, 2)
     assert client.output == client.expected(4)
 
 
-def test_nothing_to_sample_is_no_error() -> None:
-    sampler = Sampler(2, VOCAB, "cpu")
-    assert sampler.sample(torch.empty(0, VOCAB), []).token_ids == []
+def test_no_prompt_positions_are_no_error() -> None:
     assert prompt_logprobs(torch.empty(0, VOCAB), torch.empty(0, dtype=torch.int64), 2) == []

@@ -9,6 +9,18 @@ import pytest
 import torch
 
 from tiny_vllm.engine.seen_tokens import INITIAL_WIDTH, SeenTokens
+from tiny_vllm.engine.transfers import PlainTransfers, Upload
+
+
+def assign(seen: SeenTokens, slot: int, prompt: list[int], output: list[int]) -> None:
+    upload = Upload()
+    seen.assign(slot, prompt, output, upload)
+    upload.send(PlainTransfers(torch.device("cpu")))
+
+
+def record(seen: SeenTokens, slots: list[int], token_ids: torch.Tensor) -> None:
+    with torch.inference_mode():
+        seen.record(slots, torch.tensor(slots), token_ids)
 
 
 def listed(seen: SeenTokens, slot: int) -> dict[int, tuple[int, bool]]:
@@ -36,10 +48,10 @@ def test_random_sequences_are_counted_truly(vocab_size: int) -> None:
             slot = rng.randrange(4)
             prompts[slot] = rng.choices(range(vocab_size), k=rng.choice([0, 1, 30]))
             outputs[slot] = rng.choices(range(vocab_size), k=rng.choice([0, 5]))
-            seen.assign(slot, prompts[slot], outputs[slot])
+            assign(seen, slot, prompts[slot], outputs[slot])
         slots = rng.sample(sorted(prompts), rng.randint(1, len(prompts)))
         tokens = rng.choices(range(vocab_size), k=len(slots))
-        seen.record(slots, torch.tensor(tokens))
+        record(seen, slots, torch.tensor(tokens))
         for slot, token in zip(slots, tokens, strict=True):
             outputs[slot].append(token)
         if step % 10 == 0:
@@ -53,12 +65,12 @@ def test_random_sequences_are_counted_truly(vocab_size: int) -> None:
 def test_rows_widen_for_one_slot_without_harm_to_the_others(num_distinct: int) -> None:
     seen = SeenTokens(3, torch.device("cpu"))
     short = [9, 0]
-    seen.assign(0, short, [4])
+    assign(seen, 0, short, [4])
     long = list(range(num_distinct))
-    seen.assign(2, long, [])
+    assign(seen, 2, long, [])
     output = []
     for token in range(num_distinct, num_distinct + 5):
-        seen.record([2, 0], torch.tensor([token, 4]))
+        record(seen, [2, 0], torch.tensor([token, 4]))
         output.append(token)
     assert listed(seen, 2) == truth(long, output)
     assert listed(seen, 0) == truth(short, [4] * 6)

@@ -8,6 +8,7 @@ import torch
 from tests.helpers.kernel_compiler import CompiledKernel, compiling, decode_chain, meta, missing_tools
 from tiny_vllm.kernels.draw_tokens import draw_tokens
 from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
@@ -101,3 +102,13 @@ def test_kernels_for_many_tokens() -> None:
         )
     check(kernels)
     assert len(kernels) == 8
+
+
+def test_masking_what_filters_drop() -> None:
+    reals = meta(256, dtype=torch.float32)
+    with compiling() as kernels:
+        mask_filtered(
+            meta(256, 128256, dtype=torch.float32), reals, meta(256, dtype=torch.int64), reals, reals
+        )
+    check(kernels)
+    assert [kernel.name for kernel in kernels] == ["_mask_filtered_kernel"]

@@ -20,10 +20,12 @@ from tiny_vllm.config import (
     resolve,
 )
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
+from tiny_vllm.engine.decode_stepper import DecodeStepper
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
+from tiny_vllm.engine.transfers import transfers_to
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.kernels.cpu_decode import has_numba
 from tiny_vllm.kernels.slot_inputs import SlotState
@@ -117,14 +119,23 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     decoder = Decoder(
         spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
     )
-    graphs = None
+    steppers: list[DecodeStepper] = []
     if kept is not None:
         state = SlotState(
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
         )
         chain = DecodeChain(spec, kept, decoder.cos_sin, kv_cache)
         graphs = DecodeGraphs(chain, state, sampler.temperature, capture=not config.enforce_eager)
-    runner = Runner(decoder, kv_cache, sampler, table, page_size=config.page_size, graphs=graphs)
+        steppers.append(graphs)
+    runner = Runner(
+        decoder,
+        kv_cache,
+        sampler,
+        table,
+        transfers_to(device),
+        page_size=config.page_size,
+        steppers=steppers,
+    )
     return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
 
 

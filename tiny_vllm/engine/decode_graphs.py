@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +16,24 @@ MIN_CONTEXT_BUCKET = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """slots [rows] int64 is what a replay reads; result is what it writes."""
+    """result is what a replay writes."""
 
     graph: torch.cuda.CUDAGraph
-    slots: Tensor
     result: ChainResult | Tensor
+
+
+@dataclass(slots=True)
+class _PaddedSlots:
+    """What the graphs of one number of rows read: [rows] int64. source: the slots that stand in it."""
+
+    tensor: Tensor
+    source: Tensor | None = None
 
 
 class DecodeGraphs:
     """One graph per number of rows and longest context, both rounded up to powers of two, and per kind: with
     the draw, or logits alone. Captured when first needed, so that starting costs nothing; rows beyond a
-    step's own are padding.
+    step's own are padding. A `DecodeStepper`.
 
     state: columns of the slot tables; temperature: [slots] FP32. capture: False runs the same kernels one by
     one (enforce_eager).
@@ -40,37 +46,49 @@ class DecodeGraphs:
         self._capture = capture
         self._num_slots = temperature.shape[0]
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._padded: dict[int, _PaddedSlots] = {}
         self._pool: Any = None
 
-    def draw(self, slots: Sequence[int], max_context_len: int) -> tuple[list[int], list[bool]]:
-        """Next tokens of these slots, written to the state, and whether each row's logits were usable.
+    @property
+    def max_rows(self) -> int:
+        return self._num_slots
 
-        max_context_len: at least the longest context of the step, this step's tokens included.
-        """
+    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
         result = self._run(slots, max_context_len, with_draw=True)
         assert isinstance(result, ChainResult)
-        both = torch.stack((result.tokens, result.is_valid.long()))[:, : len(slots)].tolist()
-        return both[0], [bool(valid) for valid in both[1]]
+        count = slots.shape[0]
+        return result.tokens[:count], result.is_valid[:count]
 
-    def logits(self, slots: Sequence[int], max_context_len: int) -> Tensor:
-        """FP32 [len(slots), vocab]; the state stays as it is. Valid until the next call."""
+    def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
         result = self._run(slots, max_context_len, with_draw=False)
         assert isinstance(result, Tensor)
-        return result[: len(slots)]
+        return result[: slots.shape[0]]
 
-    def _run(self, slots: Sequence[int], max_context_len: int, *, with_draw: bool) -> ChainResult | Tensor:
-        num_rows = 1 << (len(slots) - 1).bit_length()
+    def _run(self, slots: Tensor, max_context_len: int, *, with_draw: bool) -> ChainResult | Tensor:
+        num_rows = 1 << (slots.shape[0] - 1).bit_length()
         context = max(MIN_CONTEXT_BUCKET, 1 << (max_context_len - 1).bit_length())
-        padded = torch.tensor([*slots] + [self._num_slots] * (num_rows - len(slots)), dtype=torch.int64)
+        padded = self._pad(slots, num_rows)
         if not self._capture:
-            return self._step(padded.to(self._temperature.device), context, with_draw)
+            return self._step(padded, context, with_draw)
         key = (num_rows, context, with_draw)
         if key not in self._graphs:
             self._graphs[key] = self._record(*key)
+            padded = self._pad(slots, num_rows)
         graph = self._graphs[key]
-        graph.slots.copy_(padded)
         graph.graph.replay()
         return graph.result
+
+    def _pad(self, slots: Tensor, num_rows: int) -> Tensor:
+        padded = self._padded.get(num_rows)
+        if padded is None:
+            tensor = torch.full((num_rows,), self._num_slots, dtype=torch.int64, device=slots.device)
+            padded = self._padded[num_rows] = _PaddedSlots(tensor)
+        if padded.source is not slots:
+            count = slots.shape[0]
+            padded.tensor[:count].copy_(slots)
+            padded.tensor[count:].fill_(self._num_slots)
+            padded.source = slots
+        return padded.tensor
 
     def _step(self, slots: Tensor, context: int, with_draw: bool) -> ChainResult | Tensor:
         if with_draw:
@@ -79,13 +97,15 @@ class DecodeGraphs:
 
     def _record(self, num_rows: int, context: int, with_draw: bool) -> _Graph:
         # Padding alone: compiling and capturing must not advance anybody.
-        slots = torch.full((num_rows,), self._num_slots, dtype=torch.int64, device=self._temperature.device)
-        self._step(slots, context, with_draw)
+        padded = self._padded[num_rows]
+        padded.tensor.fill_(self._num_slots)
+        padded.source = None
+        self._step(padded.tensor, context, with_draw)
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # One graph runs at a time and its result is read before the next replay, so they share their memory.
+        # One graph runs at a time and its result is copied before the next replay: they share their memory.
         with torch.cuda.graph(graph, pool=self._pool):
-            result = self._step(slots, context, with_draw)
-        return _Graph(graph, slots, result)
+            result = self._step(padded.tensor, context, with_draw)
+        return _Graph(graph, result)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiny_vllm.engine.batch import build_batch
-from tiny_vllm.engine.decode_graphs import DecodeGraphs
+from tiny_vllm.engine.batch import StagedBatch
+from tiny_vllm.engine.decode_stepper import DecodeStepper
 from tiny_vllm.engine.plan import StepPlan, StepResult
-from tiny_vllm.engine.sampler import Sampler, SlotSampling, prompt_logprobs
+from tiny_vllm.engine.sampler import DrawnTokens, Sampler, SamplingBatch, SlotSampling, prompt_logprobs
 from tiny_vllm.engine.slot_table import SlotTable
+from tiny_vllm.engine.transfers import Arriving, Fetch, Transfers, Upload
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.types import TokenLogprobs
@@ -44,16 +45,38 @@ class ComputedStep:
     """A step whose result is known."""
 
     answer: StepResult
-    is_synchronous: bool = False
+    is_synchronous: bool
 
     def result(self) -> StepResult:
         return self.answer
 
 
+@dataclass(frozen=True, slots=True)
+class StepUnderWay:
+    """A step whose tokens are on their way to the host."""
+
+    tokens: Fetch
+    is_synchronous: bool = False
+
+    def result(self) -> StepResult:
+        return StepResult(_token_ids(self.tokens))
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """What steps of the same decodes share. num_pages: at least those of the longest page table."""
+
+    slots: tuple[int, ...]
+    slot_ids: Arriving
+    sampling: SamplingBatch
+    num_pages: int
+
+
 class Runner:
     """Executes plans on one device.
 
-    page_size: tokens. graphs: how a GPU runs steps of decodes alone; None runs them like all others.
+    page_size: tokens. steppers: how the device runs steps of decodes alone; the first that takes as many rows
+    is used, and without one they run like all others.
     """
 
     def __init__(
@@ -62,65 +85,103 @@ class Runner:
         kv_cache: KVCache,
         sampler: Sampler,
         table: SlotTable,
+        transfers: Transfers,
         *,
         page_size: int,
-        graphs: DecodeGraphs | None = None,
+        steppers: Sequence[DecodeStepper] = (),
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._sampler = sampler
         self._table = table
+        self._transfers = transfers
         self._page_size = page_size
-        self._graphs = graphs
-
-    def submit(self, plan: StepPlan) -> ComputedStep:
-        """Compute the step at once."""
-        return ComputedStep(self.execute(plan))
+        self._steppers = steppers
+        self._decodes: _Decodes | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot
-        table."""
-        self._edit(plan)
-        if self._graphs is not None and not plan.chunks:
-            return self._replay(self._graphs, plan)
-        batch = build_batch(plan, self._table, self._page_size)
-        hidden = self._decoder.forward(batch, self._kv_cache)
-        slots, rows = self._sampling_rows(plan)
-        result = self._sample(hidden, slots, rows)
-        self._report_prompts(plan, hidden, result)
-        self._advance(plan, slots, result)
-        return result
+    def submit(self, plan: StepPlan) -> ComputedStep | StepUnderWay:
+        """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot table.
 
-    def _edit(self, plan: StepPlan) -> None:
+        The device is waited for only if somebody asks for log-probabilities or bans words of several tokens.
+        """
+        upload = Upload()
+        self._edit(plan, upload)
+        stepper = None if plan.chunks else self._choose_stepper(len(plan.decode_slots))
+        if stepper is None:
+            return self._forward(plan, upload)
+        decodes = self._prepare_decodes(plan, upload)
+        upload.send(self._transfers)
+        slot_ids, context = decodes.slot_ids.tensor, decodes.num_pages * self._page_size
+        if decodes.sampling.is_plain:
+            tokens, is_valid = stepper.draw(slot_ids, context)
+            return StepUnderWay(self._fetch(tokens, is_valid))
+        drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling)
+        self._table.last_token.index_copy_(0, slot_ids, drawn.tokens)
+        self._table.computed_len[slot_ids] += 1
+        return self._finish(drawn, decodes.sampling, {})
+
+    def _edit(self, plan: StepPlan, upload: Upload) -> None:
         for slot in plan.released_slots:
             self._sampler.release(slot)
-        for admission in plan.admissions:
-            self._table.admit(admission)
+        if plan.admissions:
+            self._decodes = None
             self._sampler.assign(
-                admission.slot,
-                SlotSampling(
-                    params=admission.request.sampling,
-                    seed=admission.seed,
-                    prompt_token_ids=admission.request.prompt_token_ids,
-                    output_token_ids=admission.generated_token_ids,
-                    ending_token_ids=admission.ending_token_ids,
-                    bad_words_token_ids=admission.request.bad_words_token_ids,
-                ),
+                {
+                    admission.slot: SlotSampling(
+                        params=admission.request.sampling,
+                        seed=admission.seed,
+                        prompt_token_ids=admission.request.prompt_token_ids,
+                        output_token_ids=admission.generated_token_ids,
+                        ending_token_ids=admission.ending_token_ids,
+                        bad_words_token_ids=admission.request.bad_words_token_ids,
+                    )
+                    for admission in plan.admissions
+                },
+                upload,
             )
-        self._table.edit_pages(plan.page_edits)
+        self._table.edit(plan, upload)
+        if self._decodes is not None:
+            for edit in plan.page_edits:
+                self._decodes.num_pages = max(self._decodes.num_pages, edit.index + 1)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult:
-        slots = plan.decode_slots
-        capacity = max(self._table.num_pages[slot] for slot in slots) * self._page_size
-        if not self._sampler.need_logits(slots):
-            tokens, is_valid = graphs.draw(slots, capacity)
-            return StepResult(
-                [token if valid else None for token, valid in zip(tokens, is_valid, strict=True)]
-            )
-        result = self._draw(graphs.logits(slots, capacity), slots)
-        self._advance(plan, slots, result)
-        return result
+    def _choose_stepper(self, num_rows: int) -> DecodeStepper | None:
+        for stepper in self._steppers:
+            if num_rows <= stepper.max_rows:
+                return stepper
+        return None
+
+    def _prepare_decodes(self, plan: StepPlan, upload: Upload) -> _Decodes:
+        """What the last step of decodes used, if it had the same ones."""
+        slots, decodes = plan.decode_slots, self._decodes
+        if decodes is None or (decodes.slots is not slots and decodes.slots != slots):
+            slot_ids = upload.integers(slots)
+            sampling = self._sampler.prepare(slots, slot_ids, upload)
+            num_pages = max([self._table.num_pages[slot] for slot in slots])
+            decodes = self._decodes = _Decodes(slots, slot_ids, sampling, num_pages)
+        return decodes
+
+    def _forward(self, plan: StepPlan, upload: Upload) -> ComputedStep | StepUnderWay:
+        """A step with chunks, or on a device without a stepper."""
+        table = self._table
+        staged = StagedBatch(plan, table, upload)
+        slots, rows = self._sampling_rows(plan)
+        slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
+        sampling = self._sampler.prepare(slots, slot_ids, upload)
+        upload.send(self._transfers)
+        batch = staged.build(self._page_size)
+        hidden = self._decoder.forward(batch, self._kv_cache)
+        if plan.decode_slots:
+            table.computed_len.index_copy_(0, staged.decode_slots.tensor, batch.decode_context_lens)
+        prompts = self._score_prompts(plan, hidden)
+        if not slots:
+            return ComputedStep(StepResult([], prompt_logprobs=prompts), bool(prompts))
+        if len(rows) != hidden.shape[0]:
+            hidden = hidden.index_select(0, row_ids.tensor)
+        with _one_torch_thread(self._decoder.fused_decode is not None):
+            drawn = self._sampler.draw(self._decoder.logits(hidden), sampling)
+        table.last_token.index_copy_(0, slot_ids.tensor, drawn.tokens)
+        return self._finish(drawn, sampling, prompts)
 
     @staticmethod
     def _sampling_rows(plan: StepPlan) -> tuple[list[int], list[int]]:
@@ -135,30 +196,29 @@ class Runner:
                 rows.append(row - 1)
         return slots, rows
 
-    def _sample(self, hidden: Tensor, slots: list[int], rows: list[int]) -> StepResult:
-        if not slots:
-            return StepResult(token_ids=[])
-        if len(rows) != hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        return self._draw(self._decoder.logits(hidden), slots)
+    def _finish(
+        self, drawn: DrawnTokens, sampling: SamplingBatch, prompts: dict[int, list[TokenLogprobs]]
+    ) -> ComputedStep | StepUnderWay:
+        tokens = self._fetch(drawn.tokens, drawn.is_valid)
+        if not (sampling.needs_host or prompts):
+            return StepUnderWay(tokens)
+        token_ids = _token_ids(tokens)
+        logprobs = self._sampler.finish(sampling, drawn, token_ids)
+        return ComputedStep(StepResult(token_ids, logprobs, prompts), is_synchronous=True)
 
-    def _draw(self, logits: Tensor, slots: Sequence[int]) -> StepResult:
-        with _one_torch_thread(self._decoder.fused_decode is not None):
-            sampled = self._sampler.sample(logits, slots)
-        token_ids: list[int | None] = list(sampled.token_ids)
-        for row in sampled.invalid_rows:
-            token_ids[row] = None
-        return StepResult(token_ids=token_ids, logprobs=sampled.logprobs)
+    def _fetch(self, tokens: Tensor, is_valid: Tensor) -> Fetch:
+        return self._transfers.fetch(torch.where(is_valid, tokens, -1))
 
-    def _report_prompts(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan."""
+        found: dict[int, list[TokenLogprobs]] = {}
         row = len(plan.decode_slots)
         for position, chunk in enumerate(plan.chunks):
             if chunk.num_prompt_logprobs is not None:
                 rows = hidden[row : row + len(chunk.target_token_ids)]
-                result.prompt_logprobs[position] = self._score(
-                    rows, chunk.target_token_ids, chunk.num_prompt_logprobs
-                )
+                found[position] = self._score(rows, chunk.target_token_ids, chunk.num_prompt_logprobs)
             row += len(chunk.token_ids)
+        return found
 
     def _score(self, hidden: Tensor, targets: tuple[int, ...], num_top: int) -> list[TokenLogprobs]:
         scores: list[TokenLogprobs] = []
@@ -169,12 +229,10 @@ class Runner:
             scores.extend(prompt_logprobs(logits, next_tokens, num_top))
         return scores
 
-    def _advance(self, plan: StepPlan, slots: Sequence[int], result: StepResult) -> None:
-        table, device = self._table, self._table.last_token.device
-        if plan.decode_slots:
-            table.computed_len[torch.tensor(plan.decode_slots, device=device)] += 1
-        for chunk in plan.chunks:
-            table.computed_len[chunk.slot] = chunk.start + len(chunk.token_ids)
-        if slots:
-            tokens = [0 if token is None else token for token in result.token_ids]
-            table.last_token[torch.tensor(slots, device=device)] = torch.tensor(tokens, device=device)
+
+def _token_ids(tokens: Fetch) -> list[int | None]:
+    """None for a row whose logits were unusable, which arrives as -1."""
+    values = tokens.read()
+    if min(values) < 0:
+        return [token if token >= 0 else None for token in values]
+    return list[int | None](values)

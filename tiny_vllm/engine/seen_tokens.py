@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tiny_vllm.engine.transfers import Upload
+
 INITIAL_WIDTH = 256
 
 
@@ -19,7 +21,6 @@ class SeenTokens:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._num_slots = num_slots
-        self._device = device
         self._width = 0
         self.token_ids = torch.empty(num_slots, 0, dtype=torch.int64, device=device)
         self.counts = torch.empty(num_slots, 0, dtype=torch.int32, device=device)
@@ -28,24 +29,41 @@ class SeenTokens:
         # Upper bounds of the lengths, so that growing never has to wait for the device.
         self._max_lengths = [0] * num_slots
 
-    def assign(self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        """Start the slot's list anew."""
+    def assign(
+        self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], upload: Upload
+    ) -> None:
+        """Start the slot's list anew when the upload arrives."""
         counts = Counter(output_token_ids)
         prompt = set(prompt_token_ids)
         distinct = sorted(prompt | counts.keys())
-        self._widen(len(distinct) + 1)
-        padded = (distinct or [0]) + (distinct or [0])[:1] * (self._width - max(len(distinct), 1))
-        self.token_ids[slot] = torch.tensor(padded)
-        self.counts[slot] = torch.tensor([counts[token] for token in padded], dtype=torch.int32)
-        self.in_prompt[slot] = torch.tensor([token in prompt for token in padded])
-        self._lengths[slot] = self._max_lengths[slot] = len(distinct)
+        length = len(distinct)
+        self._max_lengths[slot] = length
+        if not distinct:
+            distinct = [0]
+        sent_ids = upload.integers(distinct)
+        sent_counts = upload.integers([counts[token] for token in distinct])
+        sent_in_prompt = upload.integers([token in prompt for token in distinct])
 
-    def record(self, slots: Sequence[int], token_ids: torch.Tensor) -> None:
-        """Count one generated token in each of the given slots. token_ids: [len(slots)] I64."""
+        def write() -> None:
+            self._widen(length + 1)
+            for rows, sent in (
+                (self.token_ids, sent_ids),
+                (self.counts, sent_counts),
+                (self.in_prompt, sent_in_prompt),
+            ):
+                row, values = rows[slot], sent.tensor
+                row[len(values) :].copy_(values[:1].expand(len(row) - len(values)))
+                row[: len(values)].copy_(values)
+            self._lengths[slot].fill_(length)
+
+        upload.then(write)
+
+    def record(self, slots: Sequence[int], rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count one generated token in each of the given slots. rows: the slots as [len(slots)] I64 on the
+        device. token_ids: [len(slots)] I64."""
         for slot in slots:
             self._max_lengths[slot] += 1
-        self._widen(max(self._max_lengths[slot] for slot in slots) + 1)
-        rows = torch.tensor(slots, device=self._device)
+        self._widen(max([self._max_lengths[slot] for slot in slots]) + 1)
         tokens = token_ids[:, None]
         is_match = self.token_ids[rows] == tokens
         is_new = ~is_match.any(-1)

@@ -5,12 +5,11 @@ One row per slot, allocated once. A step changes only the rows its plan names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tiny_vllm.engine.page_pool import NULL_PAGE
-from tiny_vllm.engine.plan import Admission, PageEdit
+from tiny_vllm.engine.plan import StepPlan
+from tiny_vllm.engine.transfers import Upload
 
 
 class SlotTable:
@@ -27,22 +26,34 @@ class SlotTable:
         self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.num_pages = [0] * num_slots
 
-    def admit(self, admission: Admission) -> None:
-        """Fill a row for a sequence that takes the slot."""
-        row = self.page_table[admission.slot]
-        row.fill_(NULL_PAGE)
-        row[: len(admission.page_ids)] = torch.tensor(admission.page_ids, device=row.device)
-        self.computed_len[admission.slot] = admission.computed_len
-        self.num_pages[admission.slot] = len(admission.page_ids)
-
-    def edit_pages(self, edits: Sequence[PageEdit]) -> None:
-        """Append pages to rows."""
-        if not edits:
-            return
-        rows, columns, pages = zip(*((edit.slot, edit.index, edit.page_id) for edit in edits), strict=True)
-        device = self.page_table.device
-        self.page_table[torch.tensor(rows, device=device), torch.tensor(columns, device=device)] = (
-            torch.tensor(pages, device=device)
-        )
-        for edit in edits:
+    def edit(self, plan: StepPlan, upload: Upload) -> None:
+        """Make the plan's edits when the upload arrives: rows of admitted sequences, new pages, and the
+        lengths its chunks will have computed."""
+        if plan.admissions:
+            self._clear(plan, upload)
+        places: list[int] = []
+        pages: list[int] = []
+        width = self.page_table.shape[1]
+        for admission in plan.admissions:
+            first = admission.slot * width
+            places.extend(range(first, first + len(admission.page_ids)))
+            pages.extend(admission.page_ids)
+            self.num_pages[admission.slot] = len(admission.page_ids)
+        for edit in plan.page_edits:
+            places.append(edit.slot * width + edit.index)
+            pages.append(edit.page_id)
             self.num_pages[edit.slot] = edit.index + 1
+        if places:
+            sent_places, sent_pages = upload.integers(places), upload.integers(pages)
+            upload.then(
+                lambda: self.page_table.view(-1).index_copy_(0, sent_places.tensor, sent_pages.tensor)
+            )
+        lengths = {admission.slot: admission.computed_len for admission in plan.admissions}
+        lengths.update((chunk.slot, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks)
+        if lengths:
+            slots, values = upload.integers(list(lengths)), upload.integers(list(lengths.values()))
+            upload.then(lambda: self.computed_len.index_copy_(0, slots.tensor, values.tensor))
+
+    def _clear(self, plan: StepPlan, upload: Upload) -> None:
+        slots = upload.integers([admission.slot for admission in plan.admissions])
+        upload.then(lambda: self.page_table.index_fill_(0, slots.tensor, NULL_PAGE))

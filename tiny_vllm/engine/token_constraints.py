@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from tiny_vllm.engine.transfers import Arriving, Upload
 from tiny_vllm.types import SamplingParams
 
 
@@ -15,7 +17,7 @@ class TokenConstraints:
     The allow-list always holds. Bad words, and then the ban on ending before min_tokens, give way for a
     step in which they would leave no token at all.
     A bad word of several tokens forbids its last token after the others have been generated; the prompt's
-    end is not looked at.
+    end is not looked at. Only such words need the tokens on the host: see `needs_tokens`.
     """
 
     def __init__(
@@ -25,20 +27,26 @@ class TokenConstraints:
         ending_token_ids: Sequence[int],
         bad_words: Sequence[tuple[int, ...]],
         vocab_size: int,
-        device: torch.device,
+        upload: Upload,
     ) -> None:
-        def tensor(token_ids: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(sorted(set(token_ids)), dtype=torch.int64, device=device)
+        """Can be applied once the upload has arrived."""
 
+        def send(token_ids: Sequence[int]) -> Arriving | None:
+            distinct = sorted({token for token in token_ids if token < vocab_size})
+            return upload.integers(distinct) if distinct else None
+
+        self._num_drawn = len(output_token_ids)
         self._output = list(output_token_ids)
         self._min_tokens = params.min_tokens
-        self._endings = tensor([token for token in ending_token_ids if token < vocab_size])
-        self._allowed = None if params.allowed_token_ids is None else tensor(params.allowed_token_ids)
-        self._bad_words = [(list(word[:-1]), word[-1]) for word in bad_words if word[-1] < vocab_size]
+        self._endings = send(ending_token_ids)
+        self._allowed = None if params.allowed_token_ids is None else send(params.allowed_token_ids)
+        self._banned = send([word[0] for word in bad_words if len(word) == 1])
+        self._bad_words = [
+            (list(word[:-1]), word[-1]) for word in bad_words if len(word) > 1 and word[-1] < vocab_size
+        ]
         bias = params.logit_bias or {}
-        self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
-        self._biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        self._device = device
+        self._biased = upload.integers(list(bias)) if bias else None
+        self._biases = upload.reals(list(bias.values())) if bias else None
 
     @staticmethod
     def are_needed(params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> bool:
@@ -46,30 +54,47 @@ class TokenConstraints:
         has_any = params.min_tokens or params.logit_bias or params.allowed_token_ids is not None or bad_words
         return bool(has_any)
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change one row of logits [V] FP32 in place."""
-        if not logits.amax().isfinite():
-            return  # A broken row must stay recognisable: a mask could hide its NaN.
-        if self._allowed is not None:
-            kept = logits[self._allowed]
-            logits.fill_(-torch.inf)
-            logits[self._allowed] = kept
-        banned = [last for start, last in self._bad_words if self._ends_with(start)]
-        _forbid(logits, torch.tensor(banned, dtype=torch.int64, device=self._device))
-        if len(self._output) < self._min_tokens:
-            _forbid(logits, self._endings)
-        logits[self._biased] += self._biases
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether every token drawn must be given to `record` before the next `apply`."""
+        return bool(self._bad_words)
+
+    def apply(self, logits: Tensor) -> None:
+        """Change the logits of the next token, one row [V] FP32, in place, without waiting for the device."""
+        # A broken row must stay recognisable: a mask could hide its NaN.
+        is_sound = logits.amax().isfinite()
+        if self._allowed is None:
+            masked = logits.clone()
+        else:
+            allowed = self._allowed.tensor
+            masked = torch.full_like(logits, -torch.inf)
+            masked[allowed] = logits[allowed]
+        banned = None if self._banned is None else self._banned.tensor
+        if self._bad_words:
+            banned = self._with_completions(banned, logits.device)
+        if banned is not None:
+            _forbid(masked, banned)
+        if self._num_drawn < self._min_tokens and self._endings is not None:
+            _forbid(masked, self._endings.tensor)
+        if self._biased is not None and self._biases is not None:
+            masked[self._biased.tensor] += self._biases.tensor
+        torch.where(is_sound, masked, logits, out=logits)
+        self._num_drawn += 1
 
     def record(self, token_id: int) -> None:
         self._output.append(token_id)
 
-    def _ends_with(self, start: list[int]) -> bool:
-        return not start or self._output[-len(start) :] == start
+    def _with_completions(self, banned: Tensor | None, device: torch.device) -> Tensor | None:
+        """The tokens that are always banned, and those that would complete a bad word now."""
+        last = [token for start, token in self._bad_words if self._output[-len(start) :] == start]
+        if not last:
+            return banned
+        completing = torch.tensor(last, dtype=torch.int64, device=device)
+        return completing if banned is None else torch.cat((banned, completing))
 
 
-def _forbid(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+def _forbid(logits: Tensor, token_ids: Tensor) -> None:
     """Mask the tokens, unless that would leave none."""
     saved = logits[token_ids]
     logits[token_ids] = -torch.inf
-    if logits.amax() == -torch.inf:
-        logits[token_ids] = saved
+    logits[token_ids] = torch.where(logits.amax() == -torch.inf, saved, -torch.inf)

@@ -18,7 +18,7 @@ On a CPU the filters look at the few most likely tokens (torch.topk) and noise i
 whose border lies further out have their values sorted, without ids, by numpy: with the border's value known,
 the kept tokens are those above it, and the lowest ids among its equals. Which way a row goes never changes
 its token.
-On a GPU a batch without filters is drawn by the kernels of `draw_tokens`.
+On a GPU `mask_filtered` takes what the filters drop out of the race, and `draw_tokens` runs it.
 Rejected: torch.sort with ids, 8 ms per row of 49,152 where numpy's vectorised sort of values takes 0.1 ms.
 """
 
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.mask_filtered import count_kept, is_kept, mask_filtered
 from tiny_vllm.kernels.sampling_noise import log_race_times
 from tiny_vllm.kernels.top_tokens import top_tokens
 from tiny_vllm.kernels.triton_support import runs_triton
@@ -69,18 +70,23 @@ def sample_ref(logits: torch.Tensor, params: SamplingRows) -> tuple[torch.Tensor
     return winners, values[:, 0].isfinite()
 
 
-def sample(logits: torch.Tensor, params: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, params: SamplingRows, *, has_filters: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [N] I64, and [N] bool: whether the row could be sampled.
 
     A row is invalid, and its token meaningless, when its largest logit is not finite: it holds NaN or +inf,
-    or every token is masked.
+    or every token is masked. has_filters: False if no row uses one; only a GPU gains by it. The logits may be
+    overwritten.
     """
+    if runs_triton(logits) or logits.device.type != "cpu":
+        if has_filters:
+            mask_filtered(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+        return draw_tokens(logits, params.temperature, params.keys)
     vocab_size = logits.shape[-1]
     best = logits.amax(-1)
     drawn = params.temperature > 0
     filtered = drawn & ((params.top_k < vocab_size) | (params.top_p < 1) | (params.min_p > 0))
-    if runs_triton(logits) and not filtered.any():
-        return draw_tokens(logits, params.temperature, params.keys)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for is_member, draw in ((~drawn, _draw_greedy), (drawn & ~filtered, _draw_all), (filtered, _draw_kept)):
         for rows in _parts(is_member.nonzero().squeeze(-1), len(logits)):
@@ -100,12 +106,12 @@ def _draw_greedy(logits: torch.Tensor, best: torch.Tensor, params: SamplingRows)
 
 
 def _draw_all(
-    logits: torch.Tensor, best: torch.Tensor, params: SamplingRows, is_kept: torch.Tensor | None = None
+    logits: torch.Tensor, best: torch.Tensor, params: SamplingRows, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     scores = _scale(logits, best, params).sub_(log_race_times(params.keys, token_ids))
-    if is_kept is not None:
-        scores.masked_fill_(~is_kept, -torch.inf)
+    if kept is not None:
+        scores.masked_fill_(~kept, -torch.inf)
     return scores.argmax(-1)
 
 
@@ -132,18 +138,13 @@ def _draw_far(
     """Draw when the border between kept and dropped tokens may be anywhere."""
     values = _sort_values(logits)
     num_kept = _count_kept(_scale(values, best, params), params, total, logits.shape[-1])[:, None]
-    border = values.gather(-1, num_kept - 1)
-    is_above, is_equal = logits > border, logits == border
-    num_equal = num_kept - is_above.sum(-1, keepdim=True)
-    is_kept = is_above | (is_equal & (is_equal.cumsum(-1) <= num_equal))
-    return _draw_all(logits, best, params, is_kept)
+    kept = is_kept(logits, values.gather(-1, num_kept - 1), num_kept)
+    return _draw_all(logits, best, params, kept)
 
 
 def _sort_values(logits: torch.Tensor) -> torch.Tensor:
     """Every row's values in falling order, NaN first."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
-    return logits.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
 def _scale(logits: torch.Tensor, best: torch.Tensor, params: SamplingRows) -> torch.Tensor:
@@ -154,21 +155,7 @@ def _scale(logits: torch.Tensor, best: torch.Tensor, params: SamplingRows) -> to
 def _count_kept(
     scaled: torch.Tensor, params: SamplingRows, total: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """Length of the kept prefix, at least 1.
-
-    scaled: [N, W] FP32, sorted, the first being 0. total: [N] FP64, mass of the vocabulary where the first
-    token has mass 1; it matters only in rows with top_p and without top_k.
-    """
-    width = scaled.shape[-1]
-    mass = scaled.double().exp()
-    mass_through = mass.cumsum(-1)
-    mass_of_top_k = mass_through.gather(-1, params.top_k.clamp(max=width)[:, None] - 1).squeeze(-1)
-    whole = torch.where(params.top_k < vocab_size, mass_of_top_k, total)[:, None]
-    top_p = params.top_p[:, None]
-    kept = torch.arange(width, device=scaled.device) < params.top_k[:, None]
-    kept &= (top_p >= 1) | (mass_through - mass < top_p * whole)
-    kept &= scaled >= params.min_p.log()[:, None]
-    return kept.sum(-1).clamp(min=1)
+    return count_kept(scaled, params.top_k, params.top_p, params.min_p, total, vocab_size)
 
 
 def _race(
