@@ -67,7 +67,7 @@ def write_tiny_gguf(
     }
     for key, value in {**fields, **(metadata or {})}.items():
         if value is not None:
-            _add(writer, key, value)
+            add_metadata(writer, key, value)
     values = {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -122,7 +122,8 @@ def _encode(array: NDArray[np.float32], kind: Any) -> NDArray[Any]:
     return blocks.reshape(len(array), -1)
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def add_metadata(writer: Any, key: str, value: Any) -> None:
+    """Write a value with the type of its Python type."""
     match value:
         case bool():
             writer.add_bool(key, value)

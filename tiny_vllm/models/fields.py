@@ -75,7 +75,9 @@ class Fields:
 
     def indices(self, name: str, limit: int) -> tuple[int, ...]:
         """A list of layer numbers below `limit`, empty by default."""
-        value = self._get(name, ())
+        value = self.get(name)
+        if value is None:
+            return ()
         if not isinstance(value, list | tuple) or not all(
             isinstance(item, int) and not isinstance(item, bool) and 0 <= item < limit for item in value
         ):

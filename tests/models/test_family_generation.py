@@ -1,0 +1,78 @@
+"""Every family through the whole engine, in FP32: whatever the schedule, the tokens of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.oracle import all_logits
+from tests.helpers.tiny_families import CASES, make_tiny_model
+from tests.helpers.tiny_models import save_tiny_llama
+from tiny_vllm import LLM, RequestOutput, SamplingParams
+
+NUM_TOKENS = 32
+PREFIX_LEN = 40
+"""Beyond every window and every original length, so that a prefix hit and a chunk start outside them."""
+PAGE_SIZE = 4
+
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def ragged_prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    prefix = [rng.randrange(4, 320) for _ in range(PREFIX_LEN)]
+    return [prefix + [rng.randrange(4, 320) for _ in range(length)] for length in (1, 3, 9, 17)]
+
+
+def assert_greedy(model: Any, output: RequestOutput) -> None:
+    """Each token is the one that transformers prefers after all before it: then so is a greedy run."""
+    assert output.prompt_token_ids is not None
+    for choice in output.outputs:
+        assert len(choice.token_ids) == NUM_TOKENS
+        tokens = [*output.prompt_token_ids, *choice.token_ids[:-1]]
+        expected = all_logits(model, tokens)[len(output.prompt_token_ids) - 1 :].argmax(-1).tolist()
+        assert choice.token_ids == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_hits_preemption_and_choices_change_no_token(case: str, tmp_path: Path) -> None:
+    model = make_tiny_model(case)
+    save_tiny_llama(tmp_path, model)
+    prompts = ragged_prompts()
+    # Five sequences of up to 89 tokens need over 60 pages beside the shared prefix: one must be preempted.
+    with LLM(
+        str(tmp_path),
+        page_size=PAGE_SIZE,
+        num_pages=50,
+        max_num_seqs=5,
+        max_model_len=128,
+        max_num_batched_tokens=13,
+        prefill_policy="mixed",
+        fused_cpu_decode=False,
+    ) as llm:
+        params = [
+            GREEDY,
+            GREEDY,
+            GREEDY,
+            SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2),
+        ]
+        outputs = llm.generate(prompts, params)
+        assert llm.stats().num_preemptions > 0
+        (again,) = llm.generate([prompts[0]], GREEDY)
+        assert again.num_cached_tokens == PREFIX_LEN
+    for output in [*outputs, again]:
+        assert_greedy(model, output)
+    assert len(outputs[-1].outputs) == 2
+
+
+@pytest.mark.parametrize("case", ["qwen2", "phi3", "phi3 longrope", "qwen2 yarn", "mistral without window"])
+def test_the_fused_cpu_step_gives_the_same_tokens(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("numba", reason="compiles the fused step")
+    model = make_tiny_model(case)
+    save_tiny_llama(tmp_path, model)
+    with LLM(str(tmp_path), num_pages=32, max_model_len=128, fused_cpu_decode=True) as llm:
+        for output in llm.generate(ragged_prompts()[:2], GREEDY):
+            assert_greedy(model, output)

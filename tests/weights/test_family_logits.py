@@ -1,0 +1,127 @@
+"""Every family: a checkpoint of a tiny random model computes what transformers computes from it, in FP32.
+
+Prompts are longer than every window and than the length that scaled RoPE starts from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.family_gguf import write_family_gguf
+from tests.helpers.oracle import all_logits
+from tests.helpers.tiny_families import CASES, ORIGINAL_LEN, make_tiny_model
+from tests.helpers.tiny_models import VOCAB_SIZE, edit_json, save_tiny_llama
+from tests.models.reference import PagedDecoder
+from tiny_vllm.weights.checkpoint import open_checkpoint
+from tiny_vllm.weights.load import load_weights
+
+PROMPT_LEN = 60
+NUM_TOKENS = 32
+# Both sides add up to 100 products of size 1 per value in FP32 in their own order, through up to 7 layers:
+# 2^-24 * 100 for each, and norms and softmax keep errors at their size. Logits here are below 10.
+TOLERANCE = 1e-4
+
+NOT_IN_GGUF = ("qwen2 with windows", "qwen3 moe", "smollm3 with windows")
+"""Layers of a kind of their own, which no key of the format tells."""
+FIXED_IN_GGUF: dict[str, dict[str, Any]] = {
+    "qwen3 moe unnormalised": dict(norm_topk_prob=True, decoder_sparse_step=1),
+    "gemma2": dict(query_pre_attn_scalar=24),
+    "gemma3": dict(query_pre_attn_scalar=24),
+}
+"""What a config.json may choose, but not a GGUF file: the architecture stands for one value."""
+
+
+def prompt() -> list[int]:
+    return torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def load(path: Path, **options: Any) -> PagedDecoder:
+    checkpoint = open_checkpoint(str(path))
+    weights = load_weights(checkpoint, dtype=torch.float32, device="cpu")
+    return PagedDecoder(checkpoint.spec, weights, page_size=8, **options)
+
+
+def save(directory: Path, model: Any) -> Path:
+    return save_tiny_llama(directory, model, tokenizer=False)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
+    model = make_tiny_model(case)
+    tokens, logits = load(save(tmp_path, model)).generate(prompt(), NUM_TOKENS)
+    expected = all_logits(model, prompt() + tokens[:-1])
+    assert_close(logits, expected)
+    # Each of our tokens is the greedy one after what precedes it, so all are those of a greedy run.
+    assert tokens == expected[PROMPT_LEN - 1 :].argmax(-1).tolist()
+    assert len(set(tokens)) > NUM_TOKENS // 4, "this model repeats itself, which hides mistakes"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_number_of_parameters_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    model = make_tiny_model(case)
+    spec = open_checkpoint(str(save(tmp_path, model))).spec
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_GGUF])
+def test_a_gguf_file_computes_the_same(case: str, tmp_path: Path) -> None:
+    model = make_tiny_model(case, **FIXED_IN_GGUF.get(case, {}))
+    write_family_gguf(tmp_path / "model.gguf", model)
+    paged = load(tmp_path / "model.gguf")
+    (logits,) = paged.step([], [(paged.add(prompt(), max_len=PROMPT_LEN), PROMPT_LEN)])
+    assert_close(logits, all_logits(model, prompt()))
+
+
+def test_longrope_uses_the_short_factors_where_nothing_longer_is_allowed(tmp_path: Path) -> None:
+    model = make_tiny_model("phi3 longrope")
+    paged = load(save(tmp_path, model), max_model_len=ORIGINAL_LEN)
+    assert paged.decoder.spec.default_model_len == ORIGINAL_LEN
+    _, logits = paged.generate(prompt()[:ORIGINAL_LEN], 1)
+    assert_close(logits, all_logits(model, prompt()[:ORIGINAL_LEN]))
+
+
+def test_experts_may_be_stored_joined(tmp_path: Path) -> None:
+    """As the modules of transformers hold them, and as it writes them when told to keep that form."""
+    model = make_tiny_model("mixtral")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    _, logits = load(tmp_path).generate(prompt(), 1)
+    assert_close(logits, all_logits(model, prompt()))
+
+
+def test_gemma_3_in_the_older_style_of_its_config(tmp_path: Path) -> None:
+    model = make_tiny_model("gemma3")
+    edit_json(
+        save(tmp_path, model) / "config.json",
+        rope_parameters=None,
+        layer_types=None,
+        rope_theta=20000.0,
+        rope_local_base_freq=3000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=6,
+    )
+    _, logits = load(tmp_path).generate(prompt(), 1)
+    assert_close(logits, all_logits(model, prompt()))
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi_3_in_the_older_style_of_its_config(name: str, tmp_path: Path) -> None:
+    model = make_tiny_model("phi3 longrope")
+    rope = model.config.rope_parameters
+    edit_json(
+        save(tmp_path, model) / "config.json",
+        rope_parameters=None,
+        rope_theta=rope["rope_theta"],
+        partial_rotary_factor=rope["partial_rotary_factor"],
+        rope_scaling={"type": name, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]},
+    )
+    _, logits = load(tmp_path).generate(prompt(), 1)
+    assert_close(logits, all_logits(model, prompt()))
