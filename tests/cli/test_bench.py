@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.cli.fakes import SPEC, FakeLLM
 from tiny_vllm.cli import bench_report
 from tiny_vllm.cli.machine import measure_read_bandwidth, step_bytes
 from tiny_vllm.cli.main import main
+from tiny_vllm.models.spec import ExpertsSpec
 
 SMALL = ("--input-len", "8", "--output-len", "3")
 
@@ -82,11 +84,26 @@ def test_a_report_that_cannot_be_written_is_told_without_blame(
 
 
 def test_an_untied_embedding_is_not_read_as_a_whole() -> None:
-    from dataclasses import replace
-
     untied = replace(SPEC, tie_word_embeddings=False)
     assert step_bytes(untied, "bfloat16", 1, 0) == step_bytes(SPEC, "bfloat16", 1, 0)
     assert step_bytes(SPEC, "float32", 1, 0) == 4 * SPEC.num_parameters
+
+
+def test_layers_with_a_window_read_no_more_than_that() -> None:
+    windowed = replace(SPEC, sliding_window=8, sliding_layers=(1,))
+    assert step_bytes(windowed, "bfloat16", 3, 5) == step_bytes(SPEC, "bfloat16", 3, 5)
+    saved = 2 * 3 * (20 - 8) * 2 * SPEC.kv_size
+    assert step_bytes(windowed, "bfloat16", 3, 20) == step_bytes(SPEC, "bfloat16", 3, 20) - saved
+
+
+def test_experts_that_no_sequence_can_pick_are_not_read() -> None:
+    experts = ExpertsSpec(num_experts=8, num_active=2, intermediate_size=32, dense_layers=(0,))
+    mixed = replace(SPEC, experts=experts)
+    one_expert = 2 * 3 * SPEC.hidden_size * 32
+    everything = 2 * mixed.num_parameters
+    assert step_bytes(mixed, "bfloat16", 1, 0) == everything - 6 * one_expert
+    assert step_bytes(mixed, "bfloat16", 3, 0) == everything - 2 * one_expert
+    assert step_bytes(mixed, "bfloat16", 100, 0) == everything
 
 
 def test_bandwidth_is_positive() -> None:

@@ -187,7 +187,8 @@ def test_a_step_advances_every_sequence_and_can_be_repeated(fused: bool, model: 
     weights = load_weights(plan.checkpoint, dtype=torch.float32, device="cpu")
     decode_model = DecodeModel(plan.checkpoint.spec, weights, plan.config, max_model_len=100)
     workload = DecodeWorkload(decode_model, batch_size=3, context=17, num_steps=4)
-    ((name, step),) = workload.steps()
+    ((name, make),) = workload.steps().items()
+    step = make().run
     assert name == ("fused" if fused else "operators")
     before = workload.cache.k.clone()
     runs = []
@@ -243,11 +244,28 @@ def test_a_gpu_times_the_chain_and_generate(model: str, capsys: pytest.CaptureFi
     generate = ("--end-to-end", "--input-lens", "5", "--output-len", "4", "--num-iters", "1")
     assert bench(model, "--device", "cuda", "--json", "-", "--max-num-seqs", "4", *generate) == 0
     report = report_of(capsys)
-    steps = [row for row in report["rows"] if row["measure"] == "step"]
+    # The tape has no kernel for so small a model, and says so once.
+    tape, *steps = [row for row in report["rows"] if row["measure"] == "step"]
+    assert tape["computed_by"] == "tape" and tape["skipped"]
     assert [(row["batch_size"], row["context"]) for row in steps if row["computed_by"] == "chain"] == [
         (1, 9), (1, 30), (3, 9), (3, 30),
     ]  # fmt: skip
     # A launch alone takes some microseconds; a tiny model's step takes far less than a millisecond.
     assert all(1 < row["us_per_step"] < 2000 for row in steps)
-    assert len(report["rows"]) == len(steps) + 3
+    assert len(report["rows"]) == 1 + len(steps) + 3
     assert report["machine"]["driver"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_the_tape_where_there_is_one(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 or newer")
+    larger = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 4096, "num_key_value_heads": 8}
+    shape = {**CONFIG, **larger, "num_attention_heads": 16}
+    (Path(model) / "config.json").write_text(json.dumps(shape))
+    assert bench(model, "--device", "cuda", "--json", "-", "--batch-sizes", "1,3,16") == 0
+    rows = report_of(capsys)["rows"]
+    by_tape = [(row["batch_size"], row["context"]) for row in rows if row["computed_by"] == "tape"]
+    assert by_tape == [(1, 9), (1, 30), (3, 9), (3, 30)]

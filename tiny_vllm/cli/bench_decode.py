@@ -6,7 +6,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import SamplingParams
 
 if TYPE_CHECKING:
-    from tiny_vllm.cli.decode_workload import DecodeModel
+    from tiny_vllm.cli.decode_workload import DecodeModel, DecodeWorkload, TimedStep
     from tiny_vllm.engine.build import EnginePlan
     from tiny_vllm.llm import LLM
     from tiny_vllm.models.spec import ModelSpec
@@ -170,15 +170,16 @@ def time_steps_alone(report: RowReport, plan: EnginePlan, args: argparse.Namespa
     )
     longest = max(args.contexts) + args.num_steps
     model = DecodeModel(spec, weights, config, max_model_len=longest)
+    if config.device == "cuda" and model.tape_obstacle is not None:
+        report.skip(model.tape_obstacle, measure="step", computed_by="tape")
     for batch_size in args.batch_sizes:
         for context in args.contexts:
             line = {"measure": "step", "batch_size": batch_size, "context": context}
-            report.attempt(partial(_time_step, report, model, args, line), **line)
+            report.attempt(partial(_time_line, report, model, args, line), **line)
 
 
-def _time_step(report: RowReport, model: DecodeModel, args: argparse.Namespace, line: dict[str, Any]) -> None:
+def _time_line(report: RowReport, model: DecodeModel, args: argparse.Namespace, line: dict[str, Any]) -> None:
     from tiny_vllm.cli.decode_workload import DecodeWorkload
-    from tiny_vllm.cli.step_timing import time_steps
 
     spec, config = model.spec, model.config
     batch_size, context = line["batch_size"], line["context"]
@@ -192,17 +193,32 @@ def _time_step(report: RowReport, model: DecodeModel, args: argparse.Namespace, 
         )
         return
     workload = DecodeWorkload(model, batch_size, context, args.num_steps)
-    for name, step in workload.steps():
-        seconds = time_steps(
-            step,
-            model.device,
-            num_steps=args.num_steps,
-            num_rounds=args.num_rounds,
-            rewind=workload.rewind,
-        )
-        # The context grows by one with each step of a round.
-        mean_context = context + (args.num_steps - 1) / 2
-        _add_step(report, spec, config.dtype, seconds, mean_context, **line, computed_by=name)
+    for name, make in workload.steps().items():
+        named = {**line, "computed_by": name}
+        report.attempt(partial(_time_step, report, workload, make, args, named), **named)
+
+
+def _time_step(
+    report: RowReport,
+    workload: DecodeWorkload,
+    make: Callable[[], TimedStep],
+    args: argparse.Namespace,
+    line: dict[str, Any],
+) -> None:
+    from tiny_vllm.cli.step_timing import time_steps
+
+    model, step = workload.model, make()
+    seconds = time_steps(
+        step.run,
+        model.device,
+        num_steps=args.num_steps,
+        num_rounds=args.num_rounds,
+        rewind=workload.rewind,
+        capture=step.is_capturable,
+    )
+    # The context grows by one with each step of a round.
+    mean_context = line["context"] + (args.num_steps - 1) / 2
+    _add_step(report, model.spec, model.config.dtype, seconds, mean_context, **line)
 
 
 def _add_step(

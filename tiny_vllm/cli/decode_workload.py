@@ -6,8 +6,8 @@ a step goes from the last tokens to the next ones, drawn greedily.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,18 +15,29 @@ import torch
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
+from tiny_vllm.kernels.weight_tape.layout import token_buckets
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.models.tape_decode import TapeDecode, tape_obstacle, tape_shape
 from tiny_vllm.models.weights import ModelWeights
 
-Step = Callable[[], Any]
+
+@dataclass(frozen=True)
+class TimedStep:
+    """run: enqueues or computes one step of all sequences. is_capturable: as a CUDA graph."""
+
+    run: Callable[[], Any]
+    is_capturable: bool
 
 
 class DecodeModel:
-    """A model's weights as the engine arranges them. Takes `weights` over. config: resolved."""
+    """A model's weights as the engine arranges them. Takes `weights` over. config: resolved.
+
+    tape_obstacle: why the weight tape cannot run here, or None.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, config: EngineConfig, *, max_model_len: int
@@ -39,6 +50,15 @@ class DecodeModel:
         self.decoder = Decoder(
             spec, weights, max_model_len=max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
         )
+        dtype = getattr(torch, config.dtype)
+        self.tape_obstacle = tape_obstacle(spec, config.page_size, dtype, self.device)
+
+    @property
+    def max_tape_rows(self) -> int:
+        """Most sequences that the weight tape computes; 0 where it cannot run."""
+        if self.tape_obstacle is not None:
+            return 0
+        return token_buckets(tape_shape(self.spec, self.config.page_size))[-1]
 
 
 class DecodeWorkload:
@@ -80,17 +100,36 @@ class DecodeWorkload:
         self.state.last_token.copy_(self._first_tokens)
         self.state.sample_position.zero_()
 
-    def steps(self) -> Iterator[tuple[str, Step]]:
-        """What can compute this workload on this device, by name."""
-        if self.model.device.type == "cuda" and runs_triton(self.cache.k):
-            yield "chain", self._chain_step()
-        else:
-            yield "operators" if self.model.decoder.fused_decode is None else "fused", self._decoder_step
+    def steps(self) -> dict[str, Callable[[], TimedStep]]:
+        """Name -> maker, for everything that can compute this workload on this device."""
+        model = self.model
+        if model.device.type != "cuda":
+            name = "operators" if model.decoder.fused_decode is None else "fused"
+            return {name: lambda: TimedStep(self._decoder_step, False)}
+        if not (model.spec.fits_decode_chain and runs_triton(self.cache.k)):
+            return {"operators": lambda: TimedStep(self._decoder_step, False)}
+        steps: dict[str, Callable[[], TimedStep]] = {"chain": self._chain_step}
+        if len(self.slots) <= model.max_tape_rows:
+            steps["tape"] = self._tape_step
+        return steps
 
-    def _chain_step(self) -> Step:
+    def _chain_step(self) -> TimedStep:
         model = self.model
         chain = DecodeChain(model.spec, model.weights, model.decoder.cos_sin, self.cache)
-        return lambda: chain.step(self.state, self.slots, self.temperature, max_context_len=self.longest)
+        return TimedStep(
+            lambda: chain.step(self.state, self.slots, self.temperature, max_context_len=self.longest), True
+        )
+
+    def _tape_step(self) -> TimedStep:
+        model = self.model
+        tape = TapeDecode(
+            model.spec, model.weights, model.decoder.cos_sin, self.cache, self.state, self.temperature
+        )
+        step = tape.step(len(self.slots))
+        # Slots beyond the tables are padding, which a step may have more or less of.
+        step.slots.fill_(len(self.slots))
+        step.slots[: len(self.slots)] = self.slots
+        return TimedStep(step.draw, False)
 
     @torch.inference_mode()
     def _decoder_step(self) -> None:

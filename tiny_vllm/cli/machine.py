@@ -150,9 +150,17 @@ def step_bytes(spec: ModelSpec, dtype: str, batch_size: int, context_len: float)
     """Bytes that one decode step must read: the weights once, and every sequence's keys and values.
 
     The embedding is read as a whole only where it is also the LM head; otherwise a step looks up single rows.
-    context_len: tokens in the cache of each of the batch_size sequences, on average.
+    Of experts, as many are read as the sequences can pick at most. context_len: tokens in the cache of each of
+    the batch_size sequences, on average; layers with a window read no more than that.
     """
     parameters = spec.num_parameters
     if not spec.tie_word_embeddings:
         parameters -= spec.vocab_size * spec.hidden_size
-    return DTYPE_BYTES[dtype] * (parameters + batch_size * context_len * spec.kv_values_per_token)
+    if spec.experts is not None:
+        num_idle = max(spec.experts.num_experts - batch_size * spec.experts.num_active, 0)
+        num_layers = sum(spec.has_experts(layer) for layer in range(spec.num_layers))
+        parameters -= num_layers * num_idle * 3 * spec.hidden_size * spec.experts.intermediate_size
+    tokens = sum(
+        min(context_len, spec.layer_window(layer) or context_len) for layer in range(spec.num_layers)
+    )
+    return DTYPE_BYTES[dtype] * (parameters + batch_size * tokens * 2 * spec.kv_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,16 +23,19 @@ def time_steps(
     num_steps: int,
     num_rounds: int,
     rewind: Callable[[], None] = lambda: None,
+    capture: bool = True,
 ) -> float:
     """Seconds per call of `step`, the median over rounds of num_steps calls each.
 
-    On a GPU `step` is captured as a CUDA graph after one call, and its replays are timed: it must do the same
-    with every replay, apart from values in tensors. rewind: called before each round, and not timed.
+    rewind: called before each round, and not timed. capture: on a GPU, time the replays of a CUDA graph that
+    is captured after one call, so that `step` must do the same every time, apart from values in tensors;
+    otherwise its calls are timed, which the host must be fast enough to keep ahead of.
     """
-    if device.type == "cuda":
-        return _time_replays(step, num_steps, num_rounds, rewind)
     rewind()
     step()
+    if device.type == "cuda":
+        with _captured(step) if capture else nullcontext(step) as run:
+            return _time_on_gpu(run, num_steps, num_rounds, rewind)
     seconds = []
     for _ in range(num_rounds):
         rewind()
@@ -42,28 +46,31 @@ def time_steps(
     return statistics.median(seconds)
 
 
-def _time_replays(
-    step: Callable[[], Any], num_steps: int, num_rounds: int, rewind: Callable[[], None]
-) -> float:
-    rewind()
-    step()
+@contextmanager
+def _captured(step: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # What a step allocates must outlive the replays.
         kept = step()
+    yield graph.replay
+    del kept
+
+
+def _time_on_gpu(
+    run: Callable[[], Any], num_steps: int, num_rounds: int, rewind: Callable[[], None]
+) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     rewind()
-    graph.replay()
+    run()
     seconds = []
     for _ in range(num_rounds):
         rewind()
         torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         for _ in range(num_steps):
-            graph.replay()
+            run()
         end.record()
         end.synchronize()
         seconds.append(start.elapsed_time(end) / num_steps / 1e3)
-    del kept
     return statistics.median(seconds)
