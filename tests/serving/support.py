@@ -134,6 +134,7 @@ def running_server(
     try:
         if wait:
             wait_until(lambda: service.engine.state is not EngineState.LOADING, 60.0)
+            assert service.engine.state is EngineState.READY, service.engine.failure
         yield RunningServer(service, listener.getsockname()[1])
     finally:
         server.stop()

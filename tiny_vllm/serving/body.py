@@ -10,10 +10,13 @@ from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.schemas import AnyBody, parse_body
 
+MAX_DISCARDED_BYTES = 64 << 20
+"""Read beyond the limit before hanging up: a client that is still sending would not see the answer."""
+
 
 async def read_body(http: Request, body_class: type[AnyBody], config: ServerConfig) -> AnyBody:
     """Raises ApiError: 408, 413, 415 or 400."""
-    _check_headers(http, config.max_body_bytes)
+    _check_headers(http)
     try:
         async with asyncio.timeout(config.body_timeout):
             data = await _read(http, config.max_body_bytes)
@@ -27,7 +30,7 @@ async def read_body(http: Request, body_class: type[AnyBody], config: ServerConf
     return parse_body(body_class, data)
 
 
-def _check_headers(http: Request, max_bytes: int) -> None:
+def _check_headers(http: Request) -> None:
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Asking for this type also keeps web pages of other origins from sending anything without permission.
     if media_type != "application/json":
@@ -38,24 +41,21 @@ def _check_headers(http: Request, max_bytes: int) -> None:
         )
     if http.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "compressed bodies are not supported\nhint: send plain JSON")
-    length = http.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise _too_long(max_bytes)
 
 
 async def _read(http: Request, max_bytes: int) -> bytes:
     data = bytearray()
+    num_bytes = 0
     async for part in http.stream():
-        data += part
-        if len(data) > max_bytes:
-            raise _too_long(max_bytes)
+        num_bytes += len(part)
+        if num_bytes <= max_bytes:
+            data += part
+        elif num_bytes > max_bytes + MAX_DISCARDED_BYTES:
+            break
+    if num_bytes > max_bytes:
+        raise ApiError(
+            413,
+            f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
+            headers={"connection": "close"},
+        )
     return bytes(data)
-
-
-def _too_long(max_bytes: int) -> ApiError:
-    # What the client goes on sending is not read to its end.
-    return ApiError(
-        413,
-        f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
-        headers={"connection": "close"},
-    )

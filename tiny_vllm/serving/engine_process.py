@@ -71,11 +71,13 @@ def build_engine(
     return build.build_engine(plan, progress=progress), plan.config, plan.choices
 
 
-def warm_up(engine: DrivenEngine, max_model_len: int) -> None:
+def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
     """A prompt and a few tokens, so that no client waits for what is prepared when first used."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, detokenize=False)
     # Long enough to leave the paths for a handful of tokens.
-    prompt = (0,) * max(1, min(WARM_UP_LEN, max_model_len - 4))
+    assert config.max_model_len is not None and config.num_pages is not None
+    room = min(config.max_model_len, config.num_pages * config.page_size)
+    prompt = (0,) * max(1, min(WARM_UP_LEN, room - 4))
     engine.add(Request("warm-up", prompt, params, time.monotonic(), cache_salt="warm-up"))
     while engine.has_work:
         engine.step()
@@ -93,8 +95,7 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
     channel = ZmqChannel(address)
     try:
         engine, config, choices = build(start.config, _Reporter(channel))
-        assert config.max_model_len is not None
-        warm_up(engine, config.max_model_len)
+        warm_up(engine, config)
         channel.send(Ready(asdict(config), [(c.name, str(c.value), c.reason) for c in choices]))
         EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != parent_id).run()
     except Exception as error:

@@ -1,0 +1,254 @@
+"""Whatever a client sends, the answer is one bounded error in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving.stub_engine import BAD_LOGITS
+from tests.serving.support import RunningServer, running_server
+from tiny_vllm.serving.parameters import IGNORED, REFUSED
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    engine = {"max_num_seqs": 4, "max_logprobs": 5, "max_n": 8, "max_model_len": 64, "num_pages": 3}
+    with running_server(engine=engine, max_body_bytes=6 << 20, max_prompts=8, body_timeout=0.3) as server:
+        yield server
+        server.assert_alive()
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+NESTED = b'{"prompt": ' + b"[" * 2_500_000 + b"]" * 2_500_000 + b"}"
+
+MALFORMED = {
+    "empty": b"",
+    "list": b"[]",
+    "true": b"true",
+    "null": b"null",
+    "truncated": b'{"prompt": "x"',
+    "not utf-8": b'{"prompt": "\xff\xfe"}',
+    "lone surrogate": b'{"prompt": "\\ud800"}',
+    "nested": NESTED,
+    "shallow nest": b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}",
+    "wrong million": b'{"prompt": "x", "stop": [' + b"1," * 1_000_000 + b"1]}",
+    "not a number": b'{"prompt": "x", "temperature": NaN}',
+    "infinity": b'{"prompt": "x", "top_p": 1e999}',
+    "digits": b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    "long name": b'{"prompt": "x", "' + b"y" * 100_000 + b'": 1}',
+    "no prompt": b"{}",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_bodies(server: RunningServer, name: str) -> None:
+    answer = server.post("/v1/completions", MALFORMED[name])
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+
+
+def test_other_content_types_and_encodings_are_refused(server: RunningServer) -> None:
+    for sent in (
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "text/plain"},
+        {"content-encoding": "gzip"},
+    ):
+        answer = server.post("/v1/completions", b'{"prompt": "x"}', headers=sent)
+        assert (answer.status, answer.error["type"]) == (415, "invalid_request_error")
+
+
+def test_long_bodies_are_refused(server: RunningServer) -> None:
+    answer = server.post("/v1/completions", b" " * (6 << 20) + b"{}")
+    assert answer.status == 413 and "max_body_bytes" in answer.error["message"]
+
+
+def test_slow_bodies_are_given_up(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
+        )
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_unknown_paths_and_methods(server: RunningServer) -> None:
+    assert (server.get("/v1/nothing").status, server.get("/v1/completions").status) == (404, 405)
+    assert "no /v1/nothing here" in server.get("/v1/nothing").error["message"]
+    assert "GET is not possible" in server.get("/v1/completions").error["message"]
+
+
+BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "max_tokens negative": ({"max_tokens": -1}, "max_tokens is -1"),
+    "max_tokens float": ({"max_tokens": 1.5}, "max_tokens"),
+    "max_tokens string": ({"max_tokens": "5"}, "max_tokens"),
+    "max_tokens bool": ({"max_tokens": True}, "max_tokens"),
+    "prompt number": ({"prompt": 5}, "prompt must be"),
+    "prompt empty list": ({"prompt": []}, "empty list"),
+    "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
+    "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),
+    "prompt empty ids": ({"prompt": [[]]}, "the prompt is empty"),
+    "prompt mixed": ({"prompt": [5, "x"]}, "mixes"),
+    "prompt bools": ({"prompt": [True, False]}, "not a token id"),
+    "too many prompts": ({"prompt": ["x"] * 9}, "max_prompts"),
+    "id negative": ({"prompt": [5, -1]}, "token id -1"),
+    "id too high": ({"prompt": [5, 49152]}, "49152"),
+    "id huge": ({"prompt": [5, 2**63]}, str(2**63)),
+    "context": ({"prompt": [5] * 64}, "64 tokens"),
+    "ten contexts": ({"prompt": [5] * 640}, "640 tokens"),
+    "pool": ({"prompt": [5] * 63}, "never fit"),
+    "n huge": ({"n": 10**6}, "n is 1000000"),
+    "n zero": ({"n": 0}, "n is 0"),
+    "logprobs": ({"logprobs": 49152}, "logprobs is 49152"),
+    "all prompt logprobs": ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+    "stops": ({"stop": ["x"] * 10_000}, "max_stop_strings"),
+    "empty stop": ({"stop": ""}, "no text"),
+    "temperature": ({"temperature": -0.1}, "temperature is -0.1"),
+    "top_p": ({"top_p": 1.1}, "top_p is 1.1"),
+    "top_k": ({"top_k": -2}, "top_k is -2"),
+    "min_p": ({"min_p": 2}, "min_p is 2"),
+    "bias key": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "bias id": ({"logit_bias": {"49152": 1}}, "49152"),
+    "bias value": ({"logit_bias": {"5": 1e9}}, "logit_bias[5]"),
+    "bad word": ({"bad_words": [" "]}, "bad_words"),
+    "min above max": ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6"),
+    "priority": ({"priority": 2**40}, "priority"),
+    "stream options alone": ({"stream_options": {"include_usage": True}}, "needs stream"),
+    "stream options": ({"stream": True, "stream_options": {"foo": True}}, "stream_options.foo"),
+    "streamed prompt logprobs": ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
+    "unknown": ({"max_token": 5}, "did you mean max_tokens?"),
+    "best_of": ({"best_of": 3}, "best_of is not supported"),
+    "suffix": ({"suffix": "x"}, "suffix is not supported"),
+    "regex": ({"guided_regex": "foo**"}, "guided_regex is not supported"),
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_bad_completions(server: RunningServer, name: str, is_streamed: bool) -> None:
+    options, message = BAD_COMPLETIONS[name]
+    stream = (
+        {"stream": True} if is_streamed and not {"stream_options", "prompt_logprobs"} & set(options) else {}
+    )
+    answer = server.post("/v1/completions", {"prompt": "x", **stream, **options})
+    assert answer.status == 400, answer.data
+    assert message in answer.error["message"]
+
+
+BAD_CHATS: dict[str, tuple[dict[str, Any], str]] = {
+    "number": ({"messages": 5}, "messages"),
+    "empty": ({"messages": []}, "messages is empty"),
+    "strings": ({"messages": ["x"]}, "messages[0]"),
+    "no role": ({"messages": [{"content": "x"}]}, "no role"),
+    "no content": ({"messages": [{"role": "user"}]}, "no content"),
+    "picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "only text",
+    ),
+    "two limits": ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "needs logprobs"),
+    "logprobs number": ({"logprobs": 2}, "logprobs"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported"),
+    "tool choice": ({"tool_choice": "required"}, "tool_choice is not supported"),
+    "json": ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    "schema": ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json is not supported"),
+    "echo": ({"echo": True}, "echo is not supported"),
+    "long": ({"messages": [{"role": "user", "content": "x " * 10_000}]}, "shorter than the context"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_bad_chats(server: RunningServer, name: str) -> None:
+    options, message = BAD_CHATS[name]
+    answer = server.post("/v1/chat/completions", {"messages": MESSAGES, **options})
+    assert answer.status == 400, answer.data
+    assert message in answer.error["message"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_parameter_is_named_and_its_neutral_values_are_taken(
+    server: RunningServer, name: str
+) -> None:
+    path = "/v1/chat/completions"
+    refusal = server.post(path, {"messages": MESSAGES, "max_tokens": 1, name: {"some": "thing"}})
+    assert (refusal.status, refusal.error["param"]) == (400, name)
+    for neutral in (None, *REFUSED[name].neutral):
+        assert server.post(path, {"messages": MESSAGES, "max_tokens": 1, name: neutral}).status == 200
+
+
+def test_harmless_parameters_are_taken(server: RunningServer) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+    ):
+        extras = dict.fromkeys(IGNORED, "whatever")
+        assert server.post(path, {**body, "max_tokens": 1, **extras}).status == 200
+
+
+def test_null_is_the_default_of_every_parameter(server: RunningServer) -> None:
+    from tiny_vllm.serving.schemas import ChatBody, CompletionBody
+
+    nulls = dict.fromkeys(CompletionBody.model_fields, None)
+    assert server.post("/v1/completions", {**nulls, "prompt": "x"}).status == 200
+    nulls = dict.fromkeys(ChatBody.model_fields, None)
+    assert server.post("/v1/chat/completions", {**nulls, "messages": MESSAGES}).status == 200
+
+
+def test_a_broken_choice_is_an_error_in_both_forms(server: RunningServer) -> None:
+    prompt = [BAD_LOGITS, BAD_LOGITS, 5]
+    answer = server.complete(prompt, max_tokens=9)
+    assert (answer.status, answer.error["code"]) == (500, "model_failure")
+    events = server.complete(prompt, max_tokens=9, stream=True).events()
+    assert events[-1]["error"]["code"] == "model_failure"
+    assert sum("error" in event for event in events) == 1
+
+
+def test_client_ids_may_repeat(server: RunningServer) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(
+                lambda _: server.post(
+                    "/v1/completions",
+                    {"prompt": [5, 6], "max_tokens": 20, "request_id": "same"},
+                    headers={"x-request-id": "same"},
+                ),
+                range(4),
+            )
+        )
+    assert {answer.status for answer in answers} == {200}
+    assert {answer.headers["x-request-id"] for answer in answers} == {"same"}
+    ids = [answer.json()["id"] for answer in answers]
+    assert len(set(ids)) == 4 and all(name.startswith("cmpl-same-") for name in ids)
+
+
+def test_prompt_and_budget_against_the_context(server: RunningServer) -> None:
+    answer = server.complete([5] * 40, max_tokens=10**6)
+    assert answer.json()["usage"]["total_tokens"] == 64
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_tokenize_and_detokenize(server: RunningServer) -> None:
+    tokens = server.post("/tokenize", {"prompt": "Hello, world!", "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert (tokens["max_model_len"], "".join(tokens["token_strs"])) == (64, "Hello, world!")
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "Hello, world!"}
+    chat = server.post("/tokenize", {"messages": MESSAGES}).json()
+    rendered = server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
+    assert "Hi" in rendered and "assistant" in rendered
+    for body in ({}, {"prompt": "x", "messages": MESSAGES}, {"prompt": 5}):
+        assert server.post("/tokenize", body).status == 400
+    for tokens in ([-1], [49152], [2**70], ["x"], 5):
+        assert server.post("/detokenize", {"tokens": tokens}).status == 400
+
+
+def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> None:
+    document = server.get("/openapi.json").json()
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    name = body["schema"]["$ref"].rpartition("/")[2]
+    assert "prompt" in document["components"]["schemas"][name]["required"]
+    text = json.dumps(document)
+    assert all(f'"{part}"' in text for part in ("ChatBody", "StreamOptions", "TokenizeBody"))
