@@ -214,13 +214,15 @@ def choose_fused_cpu_decode(
     *,
     device: str,
     dtype: str,
+    fits_family: bool,
     has_numba: bool,
     copied_bytes: int,
     available_bytes: int,
 ) -> Choice:
     """Whether to keep most weights twice for the fused decode step.
 
-    copied_bytes: the second copy. available_bytes: of main memory. Raises ConfigError when it is
+    fits_family: whether the step computes this family of models. copied_bytes: the second copy.
+    available_bytes: of main memory. Raises ConfigError when it is
     demanded and cannot be had.
     """
     name = "fused_cpu_decode"
@@ -232,6 +234,8 @@ def choose_fused_cpu_decode(
         obstacle, hint = f"the device is {device}", "use device='cpu'"
     elif dtype not in ("bfloat16", "float32"):
         obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or 'float32'"
+    elif not fits_family:
+        obstacle, hint = "the fused step does not compute this family of models", "leave it out"
     elif not has_numba:
         obstacle, hint = "numba is not installed", "pip install 'tiny-vllm[cpu]'"
     if obstacle is not None:

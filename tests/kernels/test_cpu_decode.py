@@ -216,7 +216,12 @@ def test_the_engine_writes_the_same_tokens_with_and_without(tmp_path: Path) -> N
 
 def choose(asked: bool | None = None, **changes: Any) -> Any:
     facts: dict[str, Any] = dict(
-        device="cpu", dtype="bfloat16", has_numba=True, copied_bytes=100, available_bytes=400
+        device="cpu",
+        dtype="bfloat16",
+        fits_family=True,
+        has_numba=True,
+        copied_bytes=100,
+        available_bytes=400,
     )
     return choose_fused_cpu_decode(asked, **{**facts, **changes})
 
@@ -233,6 +238,7 @@ def test_the_second_copy_is_kept_when_a_quarter_of_the_memory_holds_it() -> None
     [
         (dict(device="cuda"), "cuda"),
         (dict(dtype="float16"), "float16"),
+        (dict(fits_family=False), "does not compute this family"),
         (dict(has_numba=False), "numba is not installed"),
     ],
 )

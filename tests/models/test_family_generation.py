@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.oracle import all_logits
 from tests.helpers.tiny_families import CASES, make_tiny_model
 from tests.helpers.tiny_models import save_tiny_llama
-from tiny_vllm import LLM, RequestOutput, SamplingParams
+from tiny_vllm import LLM, ConfigError, RequestOutput, SamplingParams
 
 NUM_TOKENS = 32
 PREFIX_LEN = 40
@@ -66,6 +66,15 @@ def test_chunks_hits_preemption_and_choices_change_no_token(case: str, tmp_path:
     for output in [*outputs, again]:
         assert_greedy(model, output)
     assert len(outputs[-1].outputs) == 2
+
+
+@pytest.mark.parametrize("case", ["gemma2", "mistral", "qwen3", "mixtral", "granite", "smollm3", "olmo2"])
+def test_the_fused_cpu_step_is_refused_where_it_lacks_the_traits(case: str, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, make_tiny_model(case))
+    with pytest.raises(ConfigError, match="fused_cpu_decode is True, but the fused step does not compute"):
+        LLM(str(tmp_path), num_pages=32, max_model_len=128, fused_cpu_decode=True)
+    with LLM(str(tmp_path), num_pages=32, max_model_len=128) as llm:
+        assert llm.config.fused_cpu_decode is False
 
 
 @pytest.mark.parametrize("case", ["qwen2", "phi3", "phi3 longrope", "qwen2 yarn", "mistral without window"])

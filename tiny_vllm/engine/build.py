@@ -75,6 +75,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         config.fused_cpu_decode,
         device=str(device.value),
         dtype=dtype,
+        fits_family=spec.fits_fused_cpu_decode,
         has_numba=has_numba(),
         copied_bytes=(spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype],
         available_bytes=_available_bytes(),
@@ -114,7 +115,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     table = SlotTable(config.max_num_seqs, -(-config.max_model_len // config.page_size), device)
     sampler = Sampler(config.max_num_seqs, spec.vocab_size, device)
     # The decoder takes the weights apart; on a GPU the chain goes on using the same tensors.
-    has_kernels = runs_triton(kv_cache.k) and device.type == "cuda"
+    has_kernels = runs_triton(kv_cache.k) and device.type == "cuda" and spec.fits_decode_chain
     kept = replace(weights, layers=list(weights.layers)) if has_kernels else None
     decoder = Decoder(
         spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
