@@ -1,123 +1,168 @@
-"""What does a step cost the host without the model? Scheduling, batch building and commit of running decodes.
+"""What does a step cost the host? Scheduling, submitting, reading and committing decodes, without a model.
 
-    python benchmarks/step_overhead.py [--sequences 256] [--steps 400] [--json FILE]
+    PYTHONPATH=. python benchmarks/step_overhead.py [--sequences 1 8 64 256] [--steps 400] [--repeats 5]
+        [--device cuda] [--json FILE]
 
-The model and the sampler are replaced by tokens drawn in advance; everything else is the engine's own code.
-Prints the median and the 99th percentile of milliseconds per step, and the share of each part.
+The kernels of a decode step are replaced by tokens drawn in advance; everything else is the engine's own,
+planning one step ahead. Prints microseconds per step: the median of each repeat's steps, and of these the
+smallest, because other programs on the machine only ever add. On a GPU, `submit` contains the copies to and
+from the device, and nothing waits for them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.engine.batch import build_batch
 from tiny_vllm.engine.engine import Engine
-from tiny_vllm.engine.plan import StepPlan, StepResult
+from tiny_vllm.engine.runner import Runner
+from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
+from tiny_vllm.engine.transfers import transfers_to
+from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.types import Request, SamplingParams
 
-T = TypeVar("T")
 PAGE_SIZE = 16
 PROMPT_LEN = 128
+VOCAB = 1000
+MAX_MODEL_LEN = 8192
+PARTS = ("schedule", "submit", "read", "commit")
 
 
-class TimedExecutor:
-    """Builds the batch as the runner does and answers with random tokens."""
+class NoDecoder:
+    """Prompts are answered with noise."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.table = SlotTable(num_slots, 1024 // PAGE_SIZE, torch.device("cpu"))
-        self.build_seconds = 0.0
-        self.random = random.Random(0)
+    fused_decode = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        start = time.perf_counter()
-        for admission in plan.admissions:
-            self.table.admit(admission)
-        self.table.edit_pages(plan.page_edits)
-        build_batch(plan, self.table, PAGE_SIZE)
-        if plan.decode_slots:
-            self.table.computed_len[torch.tensor(plan.decode_slots)] += 1
-        for chunk in plan.chunks:
-            self.table.computed_len[chunk.slot] = chunk.start + len(chunk.token_ids)
-        self.build_seconds = time.perf_counter() - start
-        count = len(plan.decode_slots) + sum(chunk.samples for chunk in plan.chunks)
-        return StepResult(token_ids=[self.random.randrange(1000, 30000) for _ in range(count)])
+    def forward(self, batch: ForwardBatch, kv_cache: object) -> Tensor:
+        return torch.zeros(len(batch.token_ids), 1, device=batch.token_ids.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.randn(len(hidden), VOCAB, device=hidden.device)
 
 
-def timed(call: Callable[[], T]) -> tuple[T, float]:
-    start = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - start
+class NoKernels:
+    """A `DecodeStepper` that leaves everything as it is."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.max_rows = num_slots
+        self._tokens = torch.randint(10, VOCAB, (num_slots,), device=device)
+        self._is_valid = torch.ones(num_slots, dtype=torch.bool, device=device)
+
+    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
+        count = slots.shape[0]
+        return self._tokens[:count], self._is_valid[:count]
+
+    def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
+        raise NotImplementedError
 
 
-def measure(num_sequences: int, num_steps: int) -> dict[str, object]:
-    executor = TimedExecutor(num_sequences)
+class Stopwatch:
+    """Seconds of every call of functions, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self.seconds[name].append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+
+def make_engine(num_sequences: int, device: torch.device) -> Engine:
+    """All sequences running, planning ahead."""
     config = EngineConfig(
         max_num_seqs=num_sequences,
         max_num_batched_tokens=8192,
-        max_model_len=1024,
-        num_pages=num_sequences * 1024 // PAGE_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=num_sequences * MAX_MODEL_LEN // PAGE_SIZE,
         prefill_policy="mixed",
         page_size=PAGE_SIZE,
+        async_scheduling=True,
     )
-    engine = Engine(config, executor, eos_token_ids=(2,))
+    decoder: Any = NoDecoder()
+    kv_cache: Any = None
+    runner = Runner(
+        decoder,
+        kv_cache,
+        Sampler(num_sequences, VOCAB, device),
+        SlotTable(num_sequences, MAX_MODEL_LEN // PAGE_SIZE, device),
+        transfers_to(device),
+        page_size=PAGE_SIZE,
+        steppers=(NoKernels(num_sequences, device),),
+    )
+    engine = Engine(config, runner, eos_token_ids=(2,))
+    rng = random.Random(0)
     for number in range(num_sequences):
-        prompt = tuple(executor.random.randrange(1000, 30000) for _ in range(PROMPT_LEN))
+        prompt = tuple(rng.randrange(10, VOCAB) for _ in range(PROMPT_LEN + number % PAGE_SIZE))
         engine.add(Request(str(number), prompt, SamplingParams(max_tokens=None, seed=1), engine.clock()))
     while len(engine.scheduler.decoding) < num_sequences:
         engine.step()
-    parts: dict[str, list[float]] = {"schedule": [], "build": [], "commit": [], "step": []}
+    for _ in range(5):
+        engine.step()
+    return engine
+
+
+def measure(num_sequences: int, num_steps: int, device: torch.device) -> dict[str, float]:
+    """Median microseconds of a whole step and of its parts, of one run each."""
+    engine = make_engine(num_sequences, device)
+    steps = []
+    gc.collect()
     for _ in range(num_steps):
-        plan, schedule = timed(lambda: engine.scheduler.schedule(engine.clock()))
-        assert len(plan.decode_slots) == num_sequences
-        result = executor.execute(plan)
-
-        def commit(plan: StepPlan = plan, result: StepResult = result) -> int:
-            engine.scheduler.commit(plan, result)
-            return len(engine.scheduler.take_events())
-
-        count, commit_seconds = timed(commit)
-        assert count == num_sequences
-        for name, seconds in (
-            ("schedule", schedule),
-            ("build", executor.build_seconds),
-            ("commit", commit_seconds),
-            ("step", schedule + executor.build_seconds + commit_seconds),
-        ):
-            parts[name].append(seconds * 1e3)
-    return {
-        "sequences": num_sequences,
-        "steps": num_steps,
-        **{
-            f"{name}_ms": {
-                "median": round(statistics.median(values), 3),
-                "p99": round(statistics.quantiles(values, n=100)[98], 3),
-            }
-            for name, values in parts.items()
-        },
-    }
+        start = time.perf_counter()
+        events = engine.step()
+        steps.append(time.perf_counter() - start)
+        assert len(events) == num_sequences
+    watch = Stopwatch()
+    scheduler, runner = engine.scheduler, engine._executor
+    for owner, method, name in (
+        (scheduler, "schedule", "schedule"),
+        (scheduler, "commit", "commit"),
+        (runner, "submit", "submit"),
+        (engine, "_read_oldest", "read"),
+    ):
+        setattr(owner, method, watch.around(name, getattr(owner, method)))
+    for _ in range(num_steps):
+        engine.step()
+    # Reading the oldest step contains its commit.
+    watch.seconds["read"] = [
+        whole - commit for whole, commit in zip(watch.seconds["read"], watch.seconds["commit"], strict=True)
+    ]
+    parts = {name: statistics.median(seconds) * 1e6 for name, seconds in watch.seconds.items()}
+    return {"step": statistics.median(steps) * 1e6, **parts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report = measure(args.sequences, args.steps)
-    print(json.dumps(report, indent=2))
+    report = []
+    for num_sequences in args.sequences:
+        runs = [measure(num_sequences, args.steps, torch.device(args.device)) for _ in range(args.repeats)]
+        best = {f"{name}_us": round(min(run[name] for run in runs), 1) for name in ("step", *PARTS)}
+        report.append({"sequences": num_sequences, "device": args.device, **best})
+        print(json.dumps(report[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 
 from tiny_vllm.engine.page_pool import PagePool
 from tiny_vllm.engine.plan import Admission, Chunk, PageEdit, StepPlan, StepResult
@@ -154,15 +155,26 @@ class Scheduler:
         step = self._under_way.popleft()
         assert step.plan is plan, "steps are committed in the order of their plans"
         tokens = iter(result.token_ids)
-        logprobs = iter(result.logprobs or [None] * len(result.token_ids))
-        page_size = self.page_size
+        logprobs = iter(result.logprobs or repeat(None))
+        page_size, add_event = self.page_size, self._events.append
         for sequence, token_id, token_logprobs in zip(step.decodes, tokens, logprobs, strict=False):
-            if sequence.finish_reason is None:
-                # Everything known before this token has been computed now.
-                known_len = len(sequence.token_ids)
-                if not known_len % page_size:
-                    self._publish(sequence, known_len)
+            if sequence.finish_reason is not None:
+                continue
+            token_ids = sequence.token_ids
+            # Everything known before this token has been computed now.
+            known_len = len(token_ids)
+            if not known_len % page_size:
+                self._publish(sequence, known_len)
+            if (
+                token_id is None
+                or token_id in sequence.ending_token_ids
+                or known_len + 1 >= sequence.end_len
+                or token_logprobs is not None
+            ):
                 self._append(sequence, token_id, token_logprobs)
+            else:  # what nearly every token is, without a call
+                token_ids.append(token_id)
+                add_event(TokenEvent(sequence.request_id, sequence.index, token_id))
         for position, (sequence, chunk) in enumerate(zip(step.chunked, plan.chunks, strict=True)):
             token_id, token_logprobs = (next(tokens), next(logprobs)) if chunk.samples else (None, None)
             if sequence.finish_reason is not None:
@@ -406,7 +418,7 @@ class Scheduler:
             self._finish(sequence, FinishReason.ERROR)
             return
         sequence.token_ids.append(token_id)
-        event = TokenEvent(sequence.request.request_id, sequence.index, token_id, logprobs=logprobs)
+        event = TokenEvent(sequence.request_id, sequence.index, token_id, logprobs=logprobs)
         if not sequence.reported_prompt:
             event.prompt = self._prompt_info(sequence)
         self._events.append(event)
@@ -431,7 +443,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence without a new token."""
-        event = TokenEvent(sequence.request.request_id, sequence.index, None, finish_reason=reason)
+        event = TokenEvent(sequence.request_id, sequence.index, None, finish_reason=reason)
         if not sequence.reported_prompt and sequence.scheduled_time is not None:
             event.prompt = self._prompt_info(sequence)
         self._events.append(event)

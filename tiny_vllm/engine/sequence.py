@@ -47,6 +47,7 @@ class Sequence:
         "queue_key",
         "reported_prompt",
         "request",
+        "request_id",
         "root_hash",
         "scheduled_time",
         "seed",
@@ -69,6 +70,7 @@ class Sequence:
     ) -> None:
         self.sequence_id = sequence_id
         self.request = request
+        self.request_id = request.request_id
         self.index = index
         self.seed = seed
         self.end_len = end_len
@@ -117,6 +119,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.request.request_id}[{self.index}] {self.state}, "
+            f"Sequence({self.request_id}[{self.index}] {self.state}, "
             f"{self.computed_len}/{self.known_len} computed, pages {self.page_ids})"
         )
