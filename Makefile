@@ -8,6 +8,10 @@ PYTEST_WORKERS ?= 2
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu\b' tests --include='test_*.py')
 # More options for the benchmarks: make BENCH_OPTIONS='--model some/directory' bench
 BENCH_OPTIONS ?=
+GPU_BENCH = PYTHONPATH=. $(PYTHON) -m tiny_vllm bench
+# Seeded random weights: no checkpoint and no network needed.
+GPU_MODEL ?= --device cuda --model benchmarks/shapes/llama-3.2-1b --load-format dummy
+GPU_RESULTS ?= build/gpu-bench
 
 .PHONY: setup demo test test-slow check format bench clean gpu-test gpu-bench
 
@@ -59,8 +63,10 @@ else
 endif
 
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench latency --device cuda $(BENCH_OPTIONS)
-	PYTHONPATH=. $(PYTHON) -m tiny_vllm bench throughput --device cuda $(BENCH_OPTIONS)
+	mkdir -p $(GPU_RESULTS)
+	$(GPU_BENCH) kernels $(GPU_MODEL) $(BENCH_OPTIONS) --json $(GPU_RESULTS)/kernels.json
+	$(GPU_BENCH) decode $(GPU_MODEL) --end-to-end $(BENCH_OPTIONS) --json $(GPU_RESULTS)/decode.json
+	$(GPU_BENCH) throughput $(GPU_MODEL) --num-prompts 256 $(BENCH_OPTIONS) --json $(GPU_RESULTS)/throughput.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,48 +26,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
-ROPE_SCALING = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.2-1b": {
-        **LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_scaling": {**ROPE_SCALING, "factor": 32.0},
-    },
-    "llama-3.1-8b": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-        "rope_scaling": {**ROPE_SCALING, "factor": 8.0},
-    },
-}
 # The bundle has no FlashInfer, and nothing may wait for a network.
 PEER_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -81,12 +39,12 @@ PEER_ENVIRONMENT = {
 class Comparison:
     """What is known so far, on disk after every change."""
 
-    def __init__(self, path: Path | None, shape: str) -> None:
+    def __init__(self, path: Path | None, model: Path) -> None:
         self._path = path
         self.content: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
-            "shape": shape,
+            "model": model.name,
             "ratios": [],
             "failures": [],
             "tiny_vllm": {},
@@ -179,9 +137,9 @@ def output_lines(command: Sequence[str], environment: Mapping[str, str], limit_s
         raise RuntimeError(f"{shlex.join(command[:4])} ... ended with {code} (limit: {limit_s:.0f} s)")
 
 
-def run_ours(comparison: Comparison, model: Path, args: argparse.Namespace, folder: Path) -> None:
+def run_ours(comparison: Comparison, args: argparse.Namespace, folder: Path) -> None:
     report = folder / "ours.json"
-    command = [sys.executable, "-m", "tiny_vllm", "bench", "decode", "--model", str(model)]
+    command = [sys.executable, "-m", "tiny_vllm", "bench", "decode", "--model", str(args.model)]
     command += ["--load-format", "dummy", "--no-step", "--end-to-end", "--json", str(report)]
     command += [*line_options(args), "--max-model-len", str(max_model_len(args)), *shlex.split(args.options)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -194,7 +152,7 @@ def run_ours(comparison: Comparison, model: Path, args: argparse.Namespace, fold
         comparison.take_ours(report)
 
 
-def run_vllm(comparison: Comparison, model: Path, args: argparse.Namespace, folder: Path) -> None:
+def run_vllm(comparison: Comparison, args: argparse.Namespace, folder: Path) -> None:
     site = folder / "site"
     start = time.perf_counter()
     install = ["bash", str(args.peer / "install.sh"), str(site)]
@@ -202,7 +160,7 @@ def run_vllm(comparison: Comparison, model: Path, args: argparse.Namespace, fold
         print(f"  install: {line}", flush=True)
     comparison.content["vllm"]["seconds_to_install"] = time.perf_counter() - start
     script = str(ROOT / "benchmarks" / "vllm_generate.py")
-    command = [sys.executable, script, "--model", str(model), *line_options(args)]
+    command = [sys.executable, script, "--model", str(args.model), *line_options(args)]
     environment = {**PEER_ENVIRONMENT, "PYTHONPATH": str(site)}
     for line in output_lines(command, environment, args.limit):
         print(f"  vllm: {line}", flush=True)
@@ -227,8 +185,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--config", type=Path, help="a config.json to use instead of --shape")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=ROOT / "benchmarks" / "shapes" / "llama-3.2-1b",
+        help="directory with a config.json (default: Llama-3.2-1B's shape, beside this script)",
+    )
     parser.add_argument(
         "--peer",
         type=Path,
@@ -247,18 +209,16 @@ def main() -> int:
     engines = args.engines.split(",")
     if unknown := set(engines) - runs.keys():
         parser.error(f"--engines names {', '.join(sorted(unknown))}, but there are {', '.join(runs)}")
-    comparison = Comparison(args.json, str(args.config or args.shape))
+    if not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} has no config.json")
+    comparison = Comparison(args.json, args.model)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = folder / "model"
-        model.mkdir()
-        config = args.config.read_text() if args.config else json.dumps(SHAPES[args.shape])
-        (model / "config.json").write_text(config)
         for engine in engines:
             print(f"== {engine}", flush=True)
             start = time.perf_counter()
             try:
-                runs[engine](comparison, model, args, folder)
+                runs[engine](comparison, args, folder)
             except RuntimeError as error:
                 comparison.fail(f"{engine}: {error}")
             print(f"== {engine} took {time.perf_counter() - start:.1f} s", flush=True)

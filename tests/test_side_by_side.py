@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import SHAPES, ratios
+from benchmarks.side_by_side import ratios
 from tests.cli.test_bench_decode import CONFIG
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +40,9 @@ def compare(tmp_path: Path, *options: str, fails_at: int = 0) -> tuple[int, dict
     source = PRETENDED_VLLM.replace("FAILS_AT", str(fails_at))
     (peer / "vllm.py").write_text(source)
     (peer / "install.sh").write_text('set -e\nmkdir "$1"\ncp "$(dirname "$0")/vllm.py" "$1"\n"$PYTHON" -V\n')
-    config, report = tmp_path / "config.json", tmp_path / "results" / "report.json"
-    config.write_text(json.dumps(CONFIG))
-    command = [sys.executable, "benchmarks/side_by_side.py", "--peer", str(peer), "--config", str(config)]
+    report = tmp_path / "results" / "report.json"
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = [sys.executable, "benchmarks/side_by_side.py", "--peer", str(peer), "--model", str(tmp_path)]
     command += ["--json", str(report), "--batch-sizes", "1,3", "--input-lens", "8", "--output-len", "6"]
     command += ["--num-iters", "1", "--options", "--device cpu --max-model-len 64", *options]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -99,12 +99,11 @@ def test_only_lines_that_both_have_are_compared() -> None:
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_shapes_are_what_they_say(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03)])
+def test_the_shapes_are_what_they_say(shape: str, billions: float) -> None:
     from tiny_vllm.config import EngineConfig
     from tiny_vllm.engine.build import plan_engine
 
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
-    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", num_pages=1)
-    parameters = plan_engine(config).checkpoint.spec.num_parameters
-    assert round(parameters / 1e9, 2) == {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03}[shape]
+    model = str(ROOT / "benchmarks" / "shapes" / shape)
+    config = EngineConfig(model=model, load_format="dummy", device="cpu", num_pages=1)
+    assert round(plan_engine(config).checkpoint.spec.num_parameters / 1e9, 2) == billions

@@ -150,8 +150,8 @@ def step_bytes(spec: ModelSpec, dtype: str, batch_size: int, context_len: float)
     """Bytes that one decode step must read: the weights once, and every sequence's keys and values.
 
     The embedding is read as a whole only where it is also the LM head; otherwise a step looks up single rows.
-    Of experts, as many are read as the sequences can pick at most. context_len: tokens in the cache of each of
-    the batch_size sequences, on average; layers with a window read no more than that.
+    Of experts, as many are read as the sequences can pick at most; layers with a window read no more than
+    that. context_len: tokens in the cache of each of the batch_size sequences, on average.
     """
     parameters = spec.num_parameters
     if not spec.tie_word_embeddings:
