@@ -34,6 +34,13 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": ORIGINAL_LEN,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL_LEN},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_LEN,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0],
+    },
     "yarn with everything": {
         "rope_type": "yarn",
         "factor": 4.0,

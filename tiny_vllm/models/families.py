@@ -77,7 +77,7 @@ class Family:
 
 
 def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
-    window = fields.integer("sliding_window", None) if fields.get("sliding_window") is not None else None
+    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
     return (window, tuple(range(num_layers))) if window else (None, ())
 
 
@@ -392,6 +392,14 @@ FAMILIES: tuple[Family, ...] = (
             "num_experts_per_tok": 4,
             "num_local_experts": 128,
             "attention_bias": True,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         theta=150000.0,
         traits={"attention_sinks": True, "activation": "clamped_swiglu"},

@@ -113,9 +113,9 @@ def _ropes(
             read_rope(sliding, head_dim, max_positions)[0],
             max_positions,
         )
-    original = fields.get("original_max_position_embeddings")
-    if original is not None:
-        config = {**config, "original_max_position_embeddings": original}
+    if not config.get("rope_parameters"):
+        config = {**config, "rope_scaling": fields.get("rope_scaling")}
+    config = {**config, "original_max_position_embeddings": fields.get("original_max_position_embeddings")}
     parameters = hf_rope_parameters(config, family.theta)
     rope_type = parameters["rope_type"]
     if isinstance(rope_type, str):
