@@ -57,7 +57,7 @@ def make_weights(spec: ModelSpec) -> ModelWeights:
         return torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) * columns**-0.5
 
     def norm() -> Tensor:
-        return 1 + 0.1 * torch.randn(spec.hidden_size, device=DEVICE)
+        return (1 + 0.1 * torch.randn(spec.hidden_size, device=DEVICE)).bfloat16()
 
     layers = [
         LayerWeights(

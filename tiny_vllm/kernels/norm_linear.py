@@ -89,9 +89,11 @@ def norm_linear_ref(
 
 @jit
 def columns_of_tile(first, BLOCK_K: tl.constexpr):
-    """first .. first + BLOCK_K as [1, BLOCK_K / 32, 1, 32]. Not a reshape, behind which the compiler would not
+    """first .. first + BLOCK_K as [1, BLOCK_K / 32, 1, 32]. Not a reshape: behind one the compiler does not
     see that neighbours are contiguous in memory."""
-    return first + tl.arange(0, BLOCK_K // 32)[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
+    return (
+        first + tl.arange(0, BLOCK_K // 32)[None, :, None, None] * 32 + tl.arange(0, 32)[None, None, None, :]
+    )
 
 
 @jit
@@ -105,7 +107,7 @@ def load_operand(
     BLOCK_K: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Columns first .. first + BLOCK_K of the given rows, for `multiply`: [8, BLOCK_K / 32, NUM_ROWS / 8, 32].
+    """Columns first .. first + BLOCK_K of the given rows: [8, BLOCK_K / 32, NUM_ROWS / 8, 32].
 
     ONCE: the values are used once, so they need no place in a cache.
     """
@@ -122,9 +124,7 @@ def load_operand(
 
 
 @jit
-def as_operand(
-    values, NUM_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr
-):
+def as_operand(values, NUM_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr):
     """[8, BLOCK_K / 32, NUM_ROWS / 8, 32] -> [NUM_SPLITS, NUM_ROWS, BLOCK_K / NUM_SPLITS], columns permuted.
 
     The order in which a product sums is free if both operands have the same, and this is the one in which the

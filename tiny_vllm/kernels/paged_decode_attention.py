@@ -37,6 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.triton_support import (
+    ceil_div,
     dot,
     jit,
     launch_dependents,
@@ -57,13 +58,17 @@ MIN_VALUES_FOR_PRODUCTS = 1 << 18
 MAX_LENGTH_RATIO = 4
 MIN_GROUP_LEN = 512
 
-# On a GPU. A part is at least one tile of keys; a context has at most so many parts, which then are longer.
-# At 8 KV heads, 32 parts are 256 programs, two per multiprocessor of an H200; a context of 640 has 10 parts.
+# On a GPU. 64 keys of 64 values are 8 KB, 16 KB with their values: 4 warps hold them in 32 registers per
+# thread each. (largest padded head size, warps)
 TILE_LEN = 64
-MAX_SPLITS = 32
-# 64 keys of 64 values are 8 KB, 16 KB with their values: 4 warps hold them in 32 registers per thread each.
-# (largest padded head size, warps)
-SPLIT_WARPS = ((64, 4), (128, 4), (256, 8))
+TILE_WARPS = ((64, 4), (128, 4), (256, 8))
+TILE_STAGES = 2
+# A context is split until there are so many programs, two per multiprocessor of an H200, but never into parts
+# shorter than a tile; and always into parts of at most so many tokens, so that one long context among short
+# ones is not the last to finish by far.
+MIN_PROGRAMS = 256
+MAX_PART_LEN = 4096
+MAX_PARTS = 64
 JOIN_WARPS = 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -95,6 +100,24 @@ class PagedContext:
 
 
 DecodeContext = GatheredContext | PagedContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """Keys per tile, and into how many parts at most a context is split (a power of two)."""
+
+    tile_len: int
+    max_parts: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(num_programs: int, longest: int, block_dim: int) -> AttentionTiles:
+    """num_programs: without splitting."""
+    wanted = max(ceil_div(MIN_PROGRAMS, num_programs), ceil_div(longest, MAX_PART_LEN))
+    parts = min(wanted, ceil_div(longest, TILE_LEN), MAX_PARTS)
+    num_warps = next(warps for limit, warps in TILE_WARPS if limit >= block_dim)
+    return AttentionTiles(TILE_LEN, next_power_of_2(parts), num_warps, TILE_STAGES)
 
 
 def prepare_decode_attention(
@@ -280,6 +303,7 @@ def _add_tile(q, keys, values, is_visible, maximum, total, output, scale):
 
 @jit
 def _attend_part_kernel(
+    output_ptr,
     part_output_ptr,
     part_sums_ptr,
     q_ptr,
@@ -302,7 +326,8 @@ def _attend_part_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts). Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each."""
+    """Grid (B, Hkv, parts). Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each;
+    with a single part, the output itself."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -356,10 +381,14 @@ def _attend_part_kernel(
         )
         maximum, total, output = _add_tile(q, keys, values, positions < end, maximum, total, output, scale)
 
-    part_row = q_row * MAX_PARTS + part
-    tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=is_q)
-    tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
-    tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
+    if MAX_PARTS == 1:
+        output = (output / total[:, None]).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], output, mask=is_q)
+    else:
+        part_row = q_row * MAX_PARTS + part
+        tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=is_q)
+        tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
+        tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
 
 
 @jit
@@ -443,22 +472,23 @@ def attend_pages(
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     block_dim = next_power_of_2(head_dim)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
-    num_parts = min(-(-longest // TILE_LEN), MAX_SPLITS)
-    part_output = torch.empty(
-        num_sequences, num_heads, MAX_SPLITS, block_dim, dtype=torch.float32, device=q.device
-    )
-    part_sums = torch.empty(num_sequences, num_heads, MAX_SPLITS, 2, dtype=torch.float32, device=q.device)
+    tiles = choose_tiles(num_sequences * num_kv_heads, longest, block_dim)
     output = torch.empty_like(q)
+    part_output = part_sums = output
+    if tiles.max_parts > 1:
+        sizes = (num_sequences, num_heads, tiles.max_parts)
+        part_output = torch.empty(*sizes, block_dim, dtype=torch.float32, device=q.device)
+        part_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=q.device)
     common = dict(
         HEAD_DIM=head_dim,
         WINDOW=window or 0,
-        TILE=TILE_LEN,
-        MAX_PARTS=MAX_SPLITS,
+        TILE=tiles.tile_len,
+        MAX_PARTS=tiles.max_parts,
         BLOCK_DIM=block_dim,
         PDL=pdl,
     )
-    num_warps = next(warps for limit, warps in SPLIT_WARPS if limit >= block_dim)
-    _attend_part_kernel[(num_sequences, num_kv_heads, num_parts)](
+    _attend_part_kernel[(num_sequences, num_kv_heads, tiles.max_parts)](
+        output,
         part_output,
         part_sums,
         q,
@@ -475,8 +505,10 @@ def attend_pages(
         BLOCK_GROUP=max(next_power_of_2(group), 16),
         HAS_ROWS=table_rows is not None,
         **common,
-        **launch_options(num_warps, pdl, num_stages=2),
+        **launch_options(tiles.num_warps, pdl, num_stages=tiles.num_stages),
     )
+    if tiles.max_parts == 1:
+        return output
     _join_parts_kernel[(num_sequences, num_heads)](
         output, part_output, part_sums, context_lens, **common, **launch_options(JOIN_WARPS, pdl)
     )
