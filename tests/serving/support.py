@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 import sys
@@ -18,7 +19,7 @@ from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import EngineState
 from tiny_vllm.serving.server import Server, listening_socket, open_model
-from tiny_vllm.serving.service import Service
+from tiny_vllm.serving.service import ServedModel, Service
 
 STUB_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 
@@ -115,6 +116,11 @@ class RunningServer:
         assert answer.status == 200, answer.data
 
 
+@functools.cache
+def _model(name: str | None) -> ServedModel:
+    return open_model(ServerConfig(), EngineConfig(model=name))
+
+
 @contextmanager
 def running_server(
     command: Sequence[str] = STUB_COMMAND,
@@ -126,7 +132,7 @@ def running_server(
     """engine: engine options. wait: until the engine is ready. options: server options."""
     config = ServerConfig(port=0, **{"drain_timeout": 1.0, **options})
     engine_config = EngineConfig(**(engine or {}))
-    service = Service(config, engine_config, open_model(config, engine_config), engine_command=command)
+    service = Service(config, engine_config, _model(engine_config.model), engine_command=command)
     listener = listening_socket(config.host, config.port)
     server = Server(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

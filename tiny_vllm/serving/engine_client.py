@@ -56,6 +56,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "tiny_vllm.serving.engine_process")
 QUIT_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
+MIN_RESTART_DELAY = 0.25
 MAX_RESTART_DELAY = 30.0
 
 Observe = Callable[[Sequence[RequestUpdate], float], None]
@@ -192,7 +193,7 @@ class EngineClient:
 
         A process that fails before any has been ready is not tried again: the reason will not go away.
         """
-        delay = 1.0
+        delay = MIN_RESTART_DELAY
         while True:
             start = time.monotonic()
             try:
@@ -211,9 +212,11 @@ class EngineClient:
             self.state = EngineState.LOADING
             self._fail_everything()
             self.num_restarts += 1
-            delay = 1.0 if time.monotonic() - start > HEALTHY_SECONDS else min(2 * delay, MAX_RESTART_DELAY)
-            logger.warning("starting a new engine process in %.0f s", delay / 2)
-            await asyncio.sleep(delay / 2)
+            if time.monotonic() - start > HEALTHY_SECONDS:
+                delay = MIN_RESTART_DELAY
+            logger.warning("starting a new engine process in %.1f s", delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RESTART_DELAY)
 
     async def close(self) -> None:
         """End the engine process; unfinished requests fail."""

@@ -74,6 +74,7 @@ class EngineLoop:
     def run(self) -> None:
         """Raises what a step raises."""
         engine, channel = self._engine, self._channel
+        self._report()
         while not self._has_quit:
             for message in channel.receive(0.0 if engine.has_work else IDLE_REPORT_SECONDS):
                 self._obey(message)

@@ -1,0 +1,293 @@
+"""Requests that end early, engines that die, servers that stop: nothing is lost or left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.serving.stub_engine import EXIT, FAIL, HANG
+from tests.serving.support import STUB_COMMAND, RunningServer, running_server, wait_until
+
+SLOW_COMMAND = ("env", "STUB_STEP_SECONDS=0.005", *STUB_COMMAND)
+LONG = {"prompt": [28, 29, 30], "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(SLOW_COMMAND, {"max_num_seqs": 2, "max_queue_len": 3}) as server:
+        yield server
+
+
+@contextmanager
+def sent(server: RunningServer, body: Any, path: str = "/v1/completions") -> Iterator[socket.socket]:
+    """A request on a raw socket that is closed, without a good-bye, at the end."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head.encode() + data)
+        yield connection
+
+
+def stats(server: RunningServer) -> Any:
+    return server.service.engine.stats
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_goes_away_frees_its_slot_and_pages(server: RunningServer, is_streamed: bool) -> None:
+    with sent(server, {**LONG, "stream": is_streamed}) as connection:
+        if is_streamed:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: stats(server).num_running == 1)
+    start = stats(server).num_steps
+    wait_until(server.is_idle, 5)
+    assert stats(server).num_steps - start < 60
+    server.assert_alive()
+
+
+def test_a_waiting_client_that_goes_away_is_forgotten(server: RunningServer) -> None:
+    with sent(server, {**LONG, "n": 2}) as first:
+        wait_until(lambda: stats(server).num_running == 2)
+        with sent(server, LONG):
+            wait_until(lambda: stats(server).num_waiting == 1)
+        wait_until(lambda: stats(server).num_waiting == 0)
+        assert stats(server).num_running == 2
+        first.close()
+    server.assert_alive()
+
+
+def test_a_client_that_closes_only_its_sending_side_still_is_gone(server: RunningServer) -> None:
+    with sent(server, LONG) as connection:
+        wait_until(lambda: stats(server).num_running == 1)
+        connection.shutdown(socket.SHUT_WR)
+        wait_until(server.is_idle, 5)
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(server: RunningServer) -> None:
+    with sent(server, {**LONG, "n": 2}), sent(server, {**LONG, "n": 3}):
+        wait_until(lambda: stats(server).num_waiting == 3)
+        for stream in (False, True):
+            answer = server.complete([5], stream=stream)
+            assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+            assert int(answer.headers["retry-after"]) > 0
+        assert server.get("/health").status == 200
+    server.assert_alive()
+
+
+def test_many_streams_at_once_lose_and_repeat_nothing(server: RunningServer) -> None:
+    def one(number: int) -> list[int]:
+        body = {"prompt": [number, 30, 31], "max_tokens": 30, "stream": True, "return_token_ids": True}
+        while (answer := server.post("/v1/completions", body)).status == 429:
+            time.sleep(0.01)
+        return [t for event in answer.events() for t in event["choices"][0]["token_ids"]]
+
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(one, range(200, 232)))
+    assert results == [[number, 30, 31] * 10 for number in range(200, 232)]
+    server.assert_alive()
+
+
+def test_a_client_that_reads_slowly_gets_everything(server: RunningServer) -> None:
+    body = {**LONG, "max_tokens": 200, "stream": True, "return_token_ids": True, "n": 2}
+    with sent(server, body) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        wait_until(lambda: stats(server).num_running == 2)
+        wait_until(lambda: stats(server).num_running == 0)
+        data = b""
+        while not data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            part = connection.recv(4096)
+            assert part, "the stream was cut"
+            data += part
+    lines = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
+    tokens = [len(event["choices"][0]["token_ids"]) for event in lines]
+    assert sum(tokens) == 400
+
+
+def test_a_half_open_connection_holds_nothing(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as half, sent(server, ""):
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        server.assert_alive()
+
+
+def test_metrics_have_vllms_names_and_add_up(server: RunningServer) -> None:
+    def metrics() -> dict[str, float]:
+        lines = server.get("/metrics").data.decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        label = f'{{model_name="{server.service.model.name}"}}'
+        return {name.replace(label, ""): float(value) for name, value in pairs}
+
+    before = metrics()
+    assert server.complete([5, 6, 7], max_tokens=4, n=2).status == 200
+    wait_until(server.is_idle)
+    after = metrics()
+    for name, growth in {
+        "vllm:prompt_tokens_total": 3,
+        "vllm:generation_tokens_total": 8,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:request_time_per_output_token_seconds_count": 1,
+        "vllm:inter_token_latency_seconds_count": 6,
+    }.items():
+        assert after[name] - before[name] == growth, name
+    names = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    names |= {"vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"}
+    assert names <= set(after)
+    aborted = (
+        f'vllm:request_success_total{{finished_reason="abort",model_name="{server.service.model.name}"}}'
+    )
+    assert after[aborted] > 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("action", [EXIT, FAIL])
+def test_a_dead_engine_is_503_and_then_replaced(action: int, is_streamed: bool) -> None:
+    with running_server(SLOW_COMMAND) as server:
+        with ThreadPoolExecutor(1) as pool:
+            victim = pool.submit(server.post, "/v1/completions", {**LONG, "stream": is_streamed})
+            wait_until(lambda: stats(server) and stats(server).num_running == 1)
+            guilty = server.complete([action, action], max_tokens=5)
+            assert (guilty.status, guilty.error["code"]) == (503, "engine_unavailable")
+            answer = victim.result(20)
+        if is_streamed:
+            events = answer.events()
+            assert events[-1]["error"]["code"] == "engine_unavailable"
+            assert sum("error" in event for event in events) == 1
+        else:
+            assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
+        for path in ("/health", "/ready"):
+            dead = server.get(path)
+            assert (dead.status, dead.error["code"]) == (503, "engine_unavailable")
+        assert server.complete([5], stream=True).status == 503
+        wait_until(lambda: server.get("/health").status == 200)
+        assert server.service.engine.num_restarts == 1
+        server.assert_alive()
+
+
+def test_without_restart_a_dead_engine_stays_503() -> None:
+    with running_server(restart_engine=False) as server:
+        process_id = server.service.engine.process_id
+        assert process_id is not None
+        os.kill(process_id, signal.SIGKILL)
+        wait_until(lambda: server.get("/health").status == 503)
+        wait_until(lambda: "signal 9" in server.get("/health").error["message"])
+        assert server.complete([5]).status == 503
+
+
+def test_while_loading_everything_is_503() -> None:
+    with running_server(("env", "STUB_LOAD_SECONDS=1", *STUB_COMMAND), wait=False) as server:
+        wait_until(lambda: server.service.engine.load_progress is not None)
+        assert "loaded" in server.get("/health").error["message"]
+        assert (server.get("/ready").status, server.complete([5]).status) == (503, 503)
+        assert server.get("/v1/models").status == server.get("/metrics").status == 200
+        wait_until(lambda: server.get("/ready").status == 200)
+
+
+def test_health_answers_at_once_during_a_long_step_and_fails_when_it_is_too_long() -> None:
+    with running_server(stall_timeout=1.0) as server, ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(server.complete, [HANG, HANG], max_tokens=1)  # a step of 3 seconds
+        seen = []
+        deadline = time.monotonic() + 15
+        while not hanging.done() and time.monotonic() < deadline:
+            start = time.monotonic()
+            seen.append(server.get("/health").status)
+            assert time.monotonic() - start < 1
+        assert seen[0] == 200 and 503 in seen
+        assert hanging.result().status == 200
+        wait_until(lambda: server.get("/health").status == 200)
+        assert stats(server).num_steps < 20, "probes are no work for the engine"
+
+
+def test_requests_that_take_too_long_are_given_up() -> None:
+    with running_server(SLOW_COMMAND, request_timeout=0.3) as server:
+        answer = server.post("/v1/completions", LONG)
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
+        events = server.post("/v1/completions", {**LONG, "stream": True}).events()
+        assert "choices" in events[0] and events[-1]["error"]["code"] == "timeout"
+        wait_until(server.is_idle)
+
+
+def test_keys_are_asked_for_and_limited() -> None:
+    with running_server(
+        SLOW_COMMAND, api_key=("one", "two"), max_requests_per_key=1, separate_keys=True
+    ) as server:
+        one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        for wrong in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
+            answer = server.post("/v1/completions", {"prompt": [5]}, headers=wrong)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+            assert server.get("/metrics", headers=wrong).status == 401
+        for path in ("/health", "/ready", "/version"):
+            assert server.get(path).status == 200
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", LONG, headers=one)
+            wait_until(lambda: server.service.admission.num_requests == 1)
+            assert server.post("/v1/completions", {"prompt": [5]}, headers=one).status == 429
+            assert server.post("/v1/completions", {"prompt": [5]}, headers=two).status == 200
+            assert running.result(20).status == 200
+        assert server.post("/v1/completions", {"prompt": [5]}, headers=one).status == 200
+
+
+def test_too_many_requests_are_429() -> None:
+    with running_server(SLOW_COMMAND, max_requests=1) as server, sent(server, LONG):
+        wait_until(lambda: server.service.admission.num_requests == 1)
+        assert server.complete([5]).status == 429
+
+
+def test_web_pages_of_other_origins_need_permission() -> None:
+    origin = {"origin": "http://friend", "access-control-request-method": "POST"}
+    with running_server() as server:
+        assert "access-control-allow-origin" not in server.get("/v1/models", headers=origin).headers
+    with running_server(cors_origin=("http://friend",), api_key=("k",)) as server:
+        assert server.request("OPTIONS", "/v1/completions", headers=origin).status == 200
+        answer = server.get("/health", headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "http://friend"
+        stranger = server.get("/health", headers={"origin": "http://stranger"})
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+def test_stopping_lets_running_requests_finish_and_takes_no_more() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with running_server(SLOW_COMMAND, drain_timeout=20.0) as server:
+            running = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 100, "stream": True})
+            wait_until(lambda: stats(server) and stats(server).num_running == 1)
+        assert running.result(0).events()[-1]["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(OSError):
+            server.get("/health")
+
+
+def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with running_server(SLOW_COMMAND, drain_timeout=0.2) as server:
+            running = pool.submit(server.post, "/v1/completions", {**LONG, "stream": True})
+            wait_until(lambda: stats(server) and stats(server).num_running == 1)
+        assert "shutting down" in running.result(0).events()[-1]["error"]["message"]
+
+
+def test_running_out_of_file_descriptors_is_survived() -> None:
+    """Connections that cannot be accepted wait; nothing that runs is lost."""
+    import resource
+
+    with running_server() as server:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = max(int(name) for name in os.listdir("/proc/self/fd"))
+        connections = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
+            with pytest.raises(OSError):
+                for _ in range(200):
+                    connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=1))
+            time.sleep(0.2)
+        finally:
+            for connection in connections:
+                connection.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        wait_until(lambda: server.get("/health").status == 200)
+        server.assert_alive()
