@@ -188,7 +188,7 @@ def test_a_step_advances_every_sequence_and_can_be_repeated(fused: bool, model: 
     decode_model = DecodeModel(plan.checkpoint.spec, weights, plan.config, max_model_len=100)
     workload = DecodeWorkload(decode_model, batch_size=3, context=17, num_steps=4)
     ((name, make),) = workload.steps().items()
-    step = make().run
+    step = make()
     assert name == ("fused" if fused else "operators")
     before = workload.cache.k.clone()
     runs = []

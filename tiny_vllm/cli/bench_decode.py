@@ -25,7 +25,7 @@ from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import SamplingParams
 
 if TYPE_CHECKING:
-    from tiny_vllm.cli.decode_workload import DecodeModel, DecodeWorkload, TimedStep
+    from tiny_vllm.cli.decode_workload import DecodeModel, DecodeWorkload, Step
     from tiny_vllm.engine.build import EnginePlan
     from tiny_vllm.llm import LLM
     from tiny_vllm.models.spec import ModelSpec
@@ -201,20 +201,20 @@ def _time_line(report: RowReport, model: DecodeModel, args: argparse.Namespace, 
 def _time_step(
     report: RowReport,
     workload: DecodeWorkload,
-    make: Callable[[], TimedStep],
+    make: Callable[[], Step],
     args: argparse.Namespace,
     line: dict[str, Any],
 ) -> None:
     from tiny_vllm.cli.step_timing import time_steps
 
-    model, step = workload.model, make()
+    model = workload.model
     seconds = time_steps(
-        step.run,
+        make(),
         model.device,
         num_steps=args.num_steps,
         num_rounds=args.num_rounds,
         rewind=workload.rewind,
-        capture=step.is_capturable,
+        capture=False,
     )
     # The context grows by one with each step of a round.
     mean_context = line["context"] + (args.num_steps - 1) / 2

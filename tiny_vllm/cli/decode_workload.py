@@ -7,12 +7,13 @@ a step goes from the last tokens to the next ones, drawn greedily.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.kernels.weight_tape.layout import token_buckets
@@ -24,13 +25,7 @@ from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.tape_decode import TapeDecode, tape_obstacle, tape_shape
 from tiny_vllm.models.weights import ModelWeights
 
-
-@dataclass(frozen=True)
-class TimedStep:
-    """run: enqueues or computes one step of all sequences. is_capturable: as a CUDA graph."""
-
-    run: Callable[[], Any]
-    is_capturable: bool
+Step = Callable[[], Any]
 
 
 class DecodeModel:
@@ -45,8 +40,8 @@ class DecodeModel:
         self.spec = spec
         self.config = config
         self.device = torch.device(config.device)
-        # The decoder takes the weights apart; the chain goes on using the same tensors.
-        self.weights = replace(weights, layers=list(weights.layers))
+        # The decoder takes the weights apart; a GPU's steps go on using the same tensors.
+        self.kept_weights = replace(weights, layers=list(weights.layers)) if config.device == "cuda" else None
         self.decoder = Decoder(
             spec, weights, max_model_len=max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
         )
@@ -100,36 +95,42 @@ class DecodeWorkload:
         self.state.last_token.copy_(self._first_tokens)
         self.state.sample_position.zero_()
 
-    def steps(self) -> dict[str, Callable[[], TimedStep]]:
-        """Name -> maker, for everything that can compute this workload on this device."""
+    def steps(self) -> dict[str, Callable[[], Step]]:
+        """Name -> maker, for everything that can compute this workload on this device.
+
+        Calling what it makes computes one step of all sequences or, on a GPU, enqueues it.
+        """
         model = self.model
         if model.device.type != "cuda":
-            name = "operators" if model.decoder.fused_decode is None else "fused"
-            return {name: lambda: TimedStep(self._decoder_step, False)}
+            return {
+                "operators" if model.decoder.fused_decode is None else "fused": lambda: self._decoder_step
+            }
         if not (model.spec.fits_decode_chain and runs_triton(self.cache.k)):
-            return {"operators": lambda: TimedStep(self._decoder_step, False)}
-        steps: dict[str, Callable[[], TimedStep]] = {"chain": self._chain_step}
+            return {"operators": lambda: self._decoder_step}
+        steps = {"chain": self._make_chain_step}
         if len(self.slots) <= model.max_tape_rows:
-            steps["tape"] = self._tape_step
+            steps["tape"] = self._make_tape_step
         return steps
 
-    def _chain_step(self) -> TimedStep:
+    def _make_chain_step(self) -> Step:
         model = self.model
-        chain = DecodeChain(model.spec, model.weights, model.decoder.cos_sin, self.cache)
-        return TimedStep(
-            lambda: chain.step(self.state, self.slots, self.temperature, max_context_len=self.longest), True
-        )
+        assert model.kept_weights is not None
+        chain = DecodeChain(model.spec, model.kept_weights, model.decoder.cos_sin, self.cache)
+        capture = not model.config.enforce_eager
+        graphs = DecodeGraphs(chain, self.state, self.temperature, capture=capture)
+        return lambda: graphs.draw(self.slots, self.longest)
 
-    def _tape_step(self) -> TimedStep:
+    def _make_tape_step(self) -> Step:
         model = self.model
+        assert model.kept_weights is not None
         tape = TapeDecode(
-            model.spec, model.weights, model.decoder.cos_sin, self.cache, self.state, self.temperature
+            model.spec, model.kept_weights, model.decoder.cos_sin, self.cache, self.state, self.temperature
         )
         step = tape.step(len(self.slots))
-        # Slots beyond the tables are padding, which a step may have more or less of.
+        # Slots beyond the tables are padding, of which a step may have some.
         step.slots.fill_(len(self.slots))
         step.slots[: len(self.slots)] = self.slots
-        return TimedStep(step.draw, False)
+        return step.draw
 
     @torch.inference_mode()
     def _decoder_step(self) -> None:

@@ -5,7 +5,7 @@
 // Nothing is done with the data, except that the first word of every landed chunk is added up: a test can
 // tell whether each chunk was read.
 //
-// Chunk c of block b lies at (c * blocks + b) * CHUNK_BYTES, so that all blocks together read one run of memory.
+// Chunk c of block b lies at (c * blocks + b) * CHUNK_BYTES: all blocks together read one run of memory.
 
 #ifndef CHUNK_BYTES
 #define CHUNK_BYTES 16384
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32, 1)
     read_probe(const char* data, unsigned int num_chunks, unsigned int window, unsigned int* first_words) {
   extern __shared__ __align__(128) char ring[];
   if (threadIdx.x != 0) return;
-  // One slot more than copies in flight: a landed chunk is looked at while the next copy is already on its way.
+  // One slot more than copies in flight: a landed chunk is looked at while the next copy is on its way.
   const unsigned int num_slots = window + 1;
   const unsigned int slots = shared_address(ring), barriers = slots + num_slots * CHUNK_BYTES;
   for (unsigned int i = 0; i < num_slots; i++)
