@@ -1,0 +1,133 @@
+"""`tiny-vllm serve` as a user runs it: a process that listens, answers, and stops in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
+from tests.serving.support import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(directory, make_tiny_llama())
+    return directory
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiny_vllm", "serve", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        match = re.search(r"http://\S+", process.stderr.readline())
+        assert match is not None
+        yield process, match[0]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def call(url: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def engine_processes(parent_id: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    return [int(pid) for pid, ppid, args in lines if int(ppid) == parent_id and "engine_process" in args]
+
+
+def test_a_server_answers_and_stops_on_sigterm_with_code_0(checkpoint: Path) -> None:
+    with serving(str(checkpoint), "--api-key", "k", TINY_VLLM_API_KEY="other") as (process, url):
+        wait_until(lambda: call(f"{url}/ready")[0] == 200, 60)
+        body = {"prompt": "The quick", "max_tokens": 4, "temperature": 0}
+        assert call(f"{url}/v1/completions", body)[0] == 401
+        for key in ("k", "other"):
+            status, answer = call(f"{url}/v1/completions", body, Authorization=f"Bearer {key}")
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+        engines = engine_processes(process.pid)
+        assert len(engines) == 1
+        # A service manager signals the whole group.
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        assert not Path(f"/proc/{engines[0]}").exists()
+
+
+PARENT = """
+import asyncio, sys
+from tests.serving.support import STUB_COMMAND, eventually
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving.engine_client import EngineClient, EngineState
+
+async def main():
+    client = EngineClient(EngineConfig(), None, command=STUB_COMMAND)
+    task = asyncio.create_task(client.run())
+    await eventually(lambda: client.state is EngineState.READY)
+    print(client.process_id, flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_does_not_outlive_its_killed_server() -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        engine = int(parent.stdout.readline())
+        parent.kill()
+    wait_until(lambda: not Path(f"/proc/{engine}").exists())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/model"], "there is no model at"),
+        (["--host", "256.0.0.1"], "256.0.0.1"),
+        (["--port", "70000"], "port is 70000"),
+        (["--max-body-bytes", "0"], "max_body_bytes is 0"),
+        (["--separate-keys"], "no API key"),
+        (["--page-size", "3"], "page_size is 3"),
+        (["a", "--model", "b"], "given twice"),
+        (["--num-pages", "1000000000"], "lower num_pages"),
+    ],
+)
+def test_wrong_options_end_with_one_message_and_code_2(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "tiny_vllm", "serve", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
