@@ -109,9 +109,11 @@ def mixed_params(seed: int, count: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("pages", [800, 24], ids=["plenty", "preempting"])
+@pytest.mark.parametrize(("page_size", "pages"), [(16, 800), (4, 80)], ids=["plenty", "preempting"])
 @pytest.mark.parametrize("policy", ["mixed", "exclusive"])
-def test_tokens_are_those_of_planning_step_by_step(path: str, policy: str, pages: int, eager: bool) -> None:
+def test_tokens_are_those_of_planning_step_by_step(
+    path: str, policy: str, page_size: int, pages: int, eager: bool
+) -> None:
     prompts, params = random_prompts(1, 40), mixed_params(2, 40)
     prefix = random_prompts(3, 1, longest=60)[0]
     prompts = [[*prefix, *prompt] if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
@@ -121,12 +123,13 @@ def test_tokens_are_those_of_planning_step_by_step(path: str, policy: str, pages
             path,
             async_scheduling=is_async,
             prefill_policy=policy,
+            page_size=page_size,
             num_pages=pages,
             enforce_eager=eager,
             max_num_batched_tokens=128,
         ) as llm:
             runs.append(results(llm.generate(prompts, params, use_tqdm=False)))
-            assert (llm.stats().num_preemptions > 0) == (pages == 24)
+            assert (llm.stats().num_preemptions > 0) == (pages == 80)
             assert_pool_is_whole(llm)
     assert runs[0] == runs[1]
     assert {reason for _, reason in runs[0]} == {"stop", "length"}
