@@ -198,7 +198,9 @@ def test_every_user_error_is_a_value_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "chat", "serve", "demo", "info", "bench throughput", "bench latency"]
+    "command",
+    ["generate", "chat", "serve", "demo", "info"]
+    + [f"bench {name}" for name in ("throughput", "latency", "decode", "kernels")],
 )
 def test_every_engine_option_is_on_the_command_line(command: str) -> None:
     from tiny_vllm.cli.main import build_parser
