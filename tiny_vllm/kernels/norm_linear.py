@@ -158,6 +158,55 @@ def load_norm(norm_ptr, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @jit
+def load_rows(weight_ptr, rows, is_row, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns first .. first + BLOCK_K of the given rows: [rows, BLOCK_K]."""
+    columns = first + tl.arange(0, BLOCK_K)
+    mask = is_row[:, None]
+    if K % BLOCK_K != 0:
+        mask = mask & (columns < K)[None, :]
+    pointers = weight_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def load_weights(
+    weight_ptr,
+    rows,
+    is_row,
+    first,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of the matrix, as one row of x or several need it."""
+    if BLOCK_M == 1:
+        return load_rows(weight_ptr, rows, is_row, first, K, BLOCK_K)
+    else:
+        return load_operand(weight_ptr, rows, is_row, first, K, BLOCK_N, BLOCK_K, True)
+
+
+@jit
+def first_tiles(
+    weight_ptr,
+    rows,
+    is_row,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tuple of the first DEPTH tiles of the matrix, or as many as there are."""
+    queue = (load_weights(weight_ptr, rows, is_row, 0, K, BLOCK_M, BLOCK_N, BLOCK_K),)
+    for tile in tl.static_range(1, min(DEPTH, (K + BLOCK_K - 1) // BLOCK_K)):
+        queue = queue + (  # type: ignore[assignment]
+            load_weights(weight_ptr, rows, is_row, tile * BLOCK_K, K, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
+    return queue
+
+
+@jit
 def several_rows(
     x_ptr,
     weight_ptr,
@@ -177,10 +226,7 @@ def several_rows(
 ):
     """`small_products` on tensor cores; the warps split every tile of K among them."""
     NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    queue = (load_operand(weight_ptr, rows, is_row, 0, K, BLOCK_N, BLOCK_K, True),)
-    for ahead in tl.static_range(1, DEPTH):
-        if ahead < NUM_TILES:
-            queue += (load_operand(weight_ptr, rows, is_row, ahead * BLOCK_K, K, BLOCK_N, BLOCK_K, True),)
+    queue = first_tiles(weight_ptr, rows, is_row, K, BLOCK_M, BLOCK_N, BLOCK_K, DEPTH)
     if PDL:
         wait_for_predecessor()
 
@@ -210,26 +256,14 @@ def several_rows(
         columns = tl.permute(as_operand(x, BLOCK_M, BLOCK_K, NUM_SPLITS), (0, 2, 1))
         total = dot(as_operand(weights, BLOCK_N, BLOCK_K, NUM_SPLITS), columns, total)
         if tile + DEPTH < NUM_TILES:
-            queue += (
-                load_operand(weight_ptr, rows, is_row, (tile + DEPTH) * BLOCK_K, K, BLOCK_N, BLOCK_K, True),
-            )
+            first = (tile + DEPTH) * BLOCK_K
+            queue = queue + (load_weights(weight_ptr, rows, is_row, first, K, BLOCK_M, BLOCK_N, BLOCK_K),)
         queue = queue[1:]
 
     result = tl.sum(total, 0)
     if HAS_NORM and not SCALE_FIRST:
         result = result * scale_of_rows(squares, eps, K, BLOCK_M)[None, :]
     return result
-
-
-@jit
-def load_rows(weight_ptr, rows, is_row, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns first .. first + BLOCK_K of the given rows: [rows, BLOCK_K]."""
-    columns = first + tl.arange(0, BLOCK_K)
-    mask = is_row[:, None]
-    if K % BLOCK_K != 0:
-        mask = mask & (columns < K)[None, :]
-    pointers = weight_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @jit
@@ -250,10 +284,7 @@ def one_row(
     """`small_products` of a single row by FMA: [BLOCK_N, 1]."""
     NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     column = tl.arange(0, BLOCK_K)
-    queue = (load_rows(weight_ptr, rows, is_row, 0, K, BLOCK_K),)
-    for ahead in tl.static_range(1, DEPTH):
-        if ahead < NUM_TILES:
-            queue += (load_rows(weight_ptr, rows, is_row, ahead * BLOCK_K, K, BLOCK_K),)
+    queue = first_tiles(weight_ptr, rows, is_row, K, 1, BLOCK_N, BLOCK_K, DEPTH)
     norm = column
     if HAS_NORM:
         norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
@@ -272,7 +303,8 @@ def one_row(
             x = x * norm.to(tl.float32)
         total += tl.sum(queue[0].to(tl.float32) * x[None, :], 1)
         if tile + DEPTH < NUM_TILES:
-            queue += (load_rows(weight_ptr, rows, is_row, (tile + DEPTH) * BLOCK_K, K, BLOCK_K),)
+            first = (tile + DEPTH) * BLOCK_K
+            queue = queue + (load_weights(weight_ptr, rows, is_row, first, K, 1, BLOCK_N, BLOCK_K),)
         queue = queue[1:]
     if HAS_NORM:
         total = total * tl.rsqrt(squares / K + eps)
