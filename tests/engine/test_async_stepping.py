@@ -281,3 +281,21 @@ def test_one_terminal_event_each(ahead: int = 2) -> None:
         terminal += [event for event in fake.step() if event.finish_reason is not None]
     keys = [(event.request_id, event.index) for event in terminal]
     assert len(keys) == len(set(keys)) == 18
+
+
+@pytest.mark.parametrize("ahead", [0, *AHEAD])
+def test_a_release_that_was_interrupted_is_made_up_for(ahead: int) -> None:
+    fake = FakeEngine(num_steps_ahead=ahead, max_num_seqs=2)
+    fake.add("long", prompt(5), max_tokens=20)
+    fake.add("short", prompt(4, start=3), max_tokens=2)
+    while not (fake.executor.plans and fake.executor.plans[-1].decode_slots):
+        fake.step()
+    # The next plan says that the slot of the short one is free.
+    fake.executor.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        fake.step()
+    fake.add("next", prompt(6, start=8), max_tokens=4)
+    fake.add("last", prompt(6, start=11), max_tokens=4)
+    fake.run()
+    for name in ("long", "short", "next", "last"):
+        fake.assert_correct(name)
