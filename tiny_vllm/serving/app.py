@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,9 +24,10 @@ from starlette.responses import Response
 from tiny_vllm.errors import TinyVLLMError
 from tiny_vllm.serving.admission import ApiKeys
 from tiny_vllm.serving.body import read_body
-from tiny_vllm.serving.errors import ApiError, api_error
+from tiny_vllm.serving.errors import ApiError, api_error, overloaded
 from tiny_vllm.serving.gate import Gate, error_response
 from tiny_vllm.serving.generation_response import GenerationResponse
+from tiny_vllm.serving.live import MAX_VIEWERS, LiveResponse
 from tiny_vllm.serving.openai_requests import Call, amount_of_text, tenant_salt
 from tiny_vllm.serving.openai_responses import ChatFormat, CompletionFormat, Format, Heading
 from tiny_vllm.serving.schemas import (
@@ -39,6 +41,14 @@ from tiny_vllm.serving.schemas import (
 from tiny_vllm.serving.service import Service
 from tiny_vllm.text.request_builder import PreparedRequest
 
+PAGE_HEADERS = {
+    # Nothing from elsewhere, and no other page around it.
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 LONG_TEXT = 20_000
 """Characters above which a prompt is tokenised in another thread, so that others do not wait."""
@@ -85,6 +95,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
 class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def register(self, app: FastAPI) -> None:
         def post(path: str, endpoint: Any, body: type[Body], summary: str) -> None:
@@ -107,6 +118,9 @@ class Endpoints:
         get("/ready", self.ready, "Whether this server should get requests")
         get("/metrics", self.metrics, "Metrics for Prometheus")
         get("/version", self.version, "The version of tiny-vllm")
+        if self._service.config.live_page:
+            get("/", self.page, "A chat and a live picture of the engine")
+            get("/live", self.live, "What the picture is made of, as server-sent events")
 
     async def completions(self, http: Request) -> Response:
         body = await read_body(http, CompletionBody, self._service.config)
@@ -171,6 +185,14 @@ class Endpoints:
 
     async def version(self) -> Response:
         return _json({"version": package_version()})
+
+    async def page(self) -> Response:
+        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
+
+    async def live(self) -> Response:
+        if self._service.num_viewers >= MAX_VIEWERS:
+            raise overloaded(f"{MAX_VIEWERS} viewers are watching, as many as there may be")
+        return LiveResponse(self._service)
 
     def _model_card(self) -> dict[str, Any]:
         service = self._service

@@ -49,6 +49,7 @@ from tiny_vllm.serving.messages import (
 from tiny_vllm.text.output_processor import OutputProcessor
 from tiny_vllm.text.request_builder import PreparedRequest
 from tiny_vllm.text.tokenizer import Tokenizer
+from tiny_vllm.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,12 @@ class EngineClient:
         """Prompts that have not finished."""
         return len(self._generations)
 
-    def outputs(self) -> list[RequestOutput]:
-        """The unfinished prompts, oldest first."""
-        return [generation.output_of(request_id) for request_id, generation in self._generations.items()]
+    def unfinished(self) -> list[tuple[Request, RequestOutput]]:
+        """The prompts that have not finished, oldest first."""
+        return [
+            (generation.request_of(request_id), generation.output_of(request_id))
+            for request_id, generation in self._generations.items()
+        ]
 
     def check_ready(self) -> None:
         """Raises EngineDead unless the engine takes requests."""
@@ -149,12 +153,13 @@ class EngineClient:
         Raises RequestError, CapacityError or EngineDead.
         """
         self.check_ready()
+        requests = [item.request for item in prepared]
         outputs = [self._processor.add(item.request, item.prompt) for item in prepared]
-        generation = Generation(self, outputs, is_streamed=is_streamed)
+        generation = Generation(self, requests, outputs, is_streamed=is_streamed)
         self._generations.update(dict.fromkeys((output.request_id for output in outputs), generation))
         number = next(self._numbers)
         self._offered[number] = generation
-        self._send(Add(number, [item.request for item in prepared]))
+        self._send(Add(number, requests))
         try:
             await generation.accepted()
         except BaseException:
@@ -334,7 +339,7 @@ class EngineClient:
                 f"the engine has died: {_first_line(self.failure)}", hint="try again in a moment"
             )
         generations = {id(generation): generation for generation in self._generations.values()}
-        self._on_lost(self.outputs())
+        self._on_lost([output for _, output in self.unfinished()])
         self._generations.clear()
         self._offered.clear()
         self._processor = OutputProcessor(self._tokenizer)

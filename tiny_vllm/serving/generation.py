@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tiny_vllm.errors import TinyVLLMError
 from tiny_vllm.outputs import RequestOutput, RequestUpdate
+from tiny_vllm.types import Request
 
 PromptUpdate = tuple[int, RequestUpdate]
 """The place of a prompt in its call, and news of it."""
@@ -20,11 +21,19 @@ class Aborter(Protocol):
 class Generation:
     """The prompts of one call, in order. For one consumer; a context manager that aborts what is unfinished.
 
-    outputs: what is known of each prompt; they grow in place.
+    requests: as the engine got them. outputs: what is known of each; they grow in place.
     is_streamed: whether the consumer wants to wake up for every update.
     """
 
-    def __init__(self, owner: Aborter, outputs: Sequence[RequestOutput], *, is_streamed: bool) -> None:
+    def __init__(
+        self,
+        owner: Aborter,
+        requests: Sequence[Request],
+        outputs: Sequence[RequestOutput],
+        *,
+        is_streamed: bool,
+    ) -> None:
+        self.requests = requests
         self.outputs = outputs
         self._owner = owner
         self._places = {output.request_id: place for place, output in enumerate(outputs)}
@@ -47,6 +56,9 @@ class Generation:
 
     def output_of(self, request_id: str) -> RequestOutput:
         return self.outputs[self._places[request_id]]
+
+    def request_of(self, request_id: str) -> Request:
+        return self.requests[self._places[request_id]]
 
     async def accepted(self) -> None:
         """Wait until the engine has queued the requests. Raises what it refuses them with."""

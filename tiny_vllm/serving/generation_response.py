@@ -67,7 +67,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(scope, receive, send))
-        watch = asyncio.create_task(_disconnected(receive))
+        watch = asyncio.create_task(wait_for_disconnect(receive))
         # Cancelled when the server has waited long enough for its requests to finish.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +160,6 @@ def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
     return b"".join([b"data: " + encode(chunk) + b"\n\n" for chunk in chunks])
 
 
-async def _disconnected(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

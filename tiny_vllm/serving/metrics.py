@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +13,7 @@ from tiny_vllm.outputs import ChoiceDelta, RequestOutput, RequestUpdate
 
 FAST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 SLOW_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+NUM_RECENT = 100
 TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
 
@@ -19,6 +21,8 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     model_name: the label of every metric. stats: the engine's last numbers, None while there are none.
+    num_prompt_tokens, num_generated_tokens: of prompts that have their first token, and in all.
+    recent_first_token_seconds: times to the first token of the last requests.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,6 +32,9 @@ class Metrics:
         self._model_name = model_name
         self._registry.register(_EngineCollector(model_name, stats))
         self._last_times: dict[tuple[str, int], float] = {}
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.recent_first_token_seconds: deque[float] = deque(maxlen=NUM_RECENT)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["model_name"], registry=self._registry).labels(model_name)
@@ -83,11 +90,14 @@ class Metrics:
             output = update.output
             if output.metrics.first_token_time == now:
                 self._first_token.observe(now - output.metrics.arrival_time)
+                self.recent_first_token_seconds.append(now - output.metrics.arrival_time)
+                self.num_prompt_tokens += len(output.prompt_token_ids)
             for delta in update.deltas:
                 num_tokens += len(delta.token_ids)
                 self._observe_delta(output.request_id, delta, now)
             if update.finished:
                 self._observe_end(output)
+        self.num_generated_tokens += num_tokens
         self._generation_tokens.inc(num_tokens)
 
     def forget(self, outputs: Iterable[RequestOutput]) -> None:

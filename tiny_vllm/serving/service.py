@@ -24,11 +24,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding."""
+    """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding.
+
+    kv_values_per_token: K and V over all layers.
+    """
 
     name: str
     aliases: frozenset[str]
     vocab_size: int
+    kv_values_per_token: int
     tokenizer: Tokenizer | None
 
 
@@ -48,6 +52,7 @@ class Service:
         self.model = model
         self.created = int(time.time())
         self.is_draining = False
+        self.num_viewers = 0
         self.has_been_ready = False
         self.metrics = Metrics(model.name, lambda: self.engine.stats)
         self.admission = Admission(config.max_requests, config.max_requests_per_key)

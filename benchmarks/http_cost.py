@@ -1,0 +1,102 @@
+"""What streaming a token over HTTP costs the API process, without a model: processor seconds per token.
+
+The engine is the tests' stub, which emits a token for every slot each step. With a pause between the steps
+every token becomes an event of its own; without one the API process is the bottleneck and sends several
+tokens at once. Processor time is read from /proc, so other load on the machine disturbs little.
+
+    python -m benchmarks.http_cost --clients 64 --tokens 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SERVER = """
+import os, sys
+from tests.serving.support import STUB_COMMAND
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.server import serve
+command = ("env", f"STUB_STEP_SECONDS={sys.argv[1]}", *STUB_COMMAND)
+engine = EngineConfig(max_num_seqs=int(sys.argv[2]), num_pages=100_000, max_model_len=8192)
+serve(ServerConfig(port=0), engine, engine_command=command)
+"""
+PROMPT = list(range(300, 340))
+
+
+async def stream(port: int, num_tokens: int, path: str) -> int:
+    """One streaming client. Returns the number of events."""
+    body = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body |= (
+        {"prompt": PROMPT} if "chat" not in path else {"messages": [{"role": "user", "content": "Hi there"}]}
+    )
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    received = bytearray()
+    while part := await reader.read(1 << 16):
+        received += part
+    writer.close()
+    assert received.startswith(b"HTTP/1.1 200") and b"data: [DONE]" in received, received[:300]
+    return received.count(b"data: {")
+
+
+def cpu_seconds(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(step_seconds: float, clients: int, tokens: int, path: str) -> dict[str, float]:
+    command = [sys.executable, "-c", SERVER, str(step_seconds), str(clients)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            port = int(server.stderr.readline().rpartition(":")[2])
+
+            async def run(count: int) -> list[int]:
+                return await asyncio.gather(*(stream(port, count, path) for _ in range(clients)))
+
+            for _ in range(200):
+                try:
+                    asyncio.run(run(16))
+                    break
+                except (AssertionError, OSError):
+                    time.sleep(0.1)
+            before, start = cpu_seconds(server.pid), time.perf_counter()
+            events = asyncio.run(run(tokens))
+            seconds, cpu = time.perf_counter() - start, cpu_seconds(server.pid) - before
+        finally:
+            server.terminate()
+    total = clients * tokens
+    return {
+        "tokens": total,
+        "events": sum(events),
+        "seconds": round(seconds, 3),
+        "api_cpu_seconds": round(cpu, 3),
+        "tokens_per_api_core_second": round(total / cpu),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=400)
+    args = parser.parse_args()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for step_seconds in (0.01, 0.0):
+            result = measure(step_seconds, args.clients, args.tokens, path)
+            print(json.dumps({"path": path, "step_seconds": step_seconds, **result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The live page and what feeds it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.serving.support import STUB_COMMAND, RunningServer, running_server, wait_until
+
+SLOW_COMMAND = ("env", "STUB_STEP_SECONDS=0.01", *STUB_COMMAND)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(SLOW_COMMAND, {"max_num_seqs": 2, "num_pages": 50}) as server:
+        yield server
+
+
+@contextmanager
+def watching(server: RunningServer, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        connection.request("GET", "/live", headers=headers)
+        response = connection.getresponse()
+        assert response.status == 200
+        yield (json.loads(line[6:]) for line in response if line.startswith(b"data: "))
+    finally:
+        connection.close()
+
+
+def test_snapshots_show_pages_and_sequences_come_and_go(server: RunningServer) -> None:
+    with watching(server) as snapshots, ThreadPoolExecutor(1) as pool:
+        idle = next(s for s in snapshots if s["pages"])
+        assert (idle["state"], idle["pages"], idle["sequences"]) == ("ready", "n1f50", [])
+        assert idle["options"]["max_num_seqs"] == 2 and idle["page_bytes"] > 0
+        running = pool.submit(server.complete, [28, 29, 30] * 6, n=3, max_tokens=100)
+        busy = next(s for s in snapshots if s["stats"]["num_running"] == 2 and "u" in s["pages"])
+        assert re.fullmatch(r"n1u\d+f\d+", busy["pages"])
+        states = [row[1] for row in busy["sequences"]]
+        assert sorted(states) in (["decode", "decode", "waiting"], ["prefill", "prefill", "waiting"])
+        assert all(row[2] == 18 and row[5] == 100 for row in busy["sequences"])
+        assert running.result().status == 200
+        done = next(s for s in snapshots if not s["sequences"] and s["pages"] == "n1f50")
+        assert done["generated_tokens"] - idle["generated_tokens"] == 300
+        assert done["first_token_seconds"] > 0
+
+
+def test_nothing_is_watched_once_the_viewer_is_gone(server: RunningServer) -> None:
+    with watching(server) as snapshots:
+        next(snapshots)
+        assert server.service.num_viewers == 1
+    wait_until(lambda: server.service.num_viewers == 0)
+    wait_until(
+        lambda: server.service.engine.report is not None and server.service.engine.report.page_map is None
+    )
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: RunningServer) -> None:
+    answer = server.get("/")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/html")
+    text = answer.data.decode()
+    assert not re.search(r"""(?:src|href)=["'](?!data:)|https?://|@import|url\(""", text)
+    assert "innerHTML" not in text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_page_is_open_but_what_it_shows_needs_the_key() -> None:
+    with running_server(api_key=("k",)) as server:
+        assert (server.get("/").status, server.get("/live").status) == (200, 401)
+        with watching(server, authorization="Bearer k") as snapshots:
+            assert next(snapshots)["state"] == "ready"
+
+
+def test_the_page_can_be_left_out() -> None:
+    with running_server(live_page=False) as server:
+        assert (server.get("/").status, server.get("/live").status) == (404, 404)
+
+
+def test_a_viewer_does_not_hold_up_the_end_of_the_server() -> None:
+    with ExitStack() as stack:
+        with running_server(drain_timeout=20.0) as server:
+            snapshots = stack.enter_context(watching(server))
+            next(snapshots)
+            start = time.monotonic()
+        assert time.monotonic() - start < 10
+        assert all(snapshot["model"] for snapshot in snapshots), "the stream ends as it should"
