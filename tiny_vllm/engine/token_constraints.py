@@ -68,7 +68,7 @@ class TokenConstraints:
         else:
             allowed = self._allowed.tensor
             masked = torch.full_like(logits, -torch.inf)
-            masked[allowed] = logits[allowed]
+            masked.index_copy_(0, allowed, logits.index_select(0, allowed))
         banned = None if self._banned is None else self._banned.tensor
         if self._bad_words:
             banned = self._with_completions(banned, logits.device)
@@ -77,7 +77,7 @@ class TokenConstraints:
         if self._num_drawn < self._min_tokens and self._endings is not None:
             _forbid(masked, self._endings.tensor)
         if self._biased is not None and self._biases is not None:
-            masked[self._biased.tensor] += self._biases.tensor
+            masked.index_add_(0, self._biased.tensor, self._biases.tensor)
         torch.where(is_sound, masked, logits, out=logits)
         self._num_drawn += 1
 
@@ -95,6 +95,6 @@ class TokenConstraints:
 
 def _forbid(logits: Tensor, token_ids: Tensor) -> None:
     """Mask the tokens, unless that would leave none."""
-    saved = logits[token_ids]
-    logits[token_ids] = -torch.inf
-    logits[token_ids] = torch.where(logits.amax() == -torch.inf, saved, -torch.inf)
+    saved = logits.index_select(0, token_ids)
+    logits.index_fill_(0, token_ids, -torch.inf)
+    logits.index_copy_(0, token_ids, torch.where(logits.amax() == -torch.inf, saved, -torch.inf))

@@ -10,11 +10,11 @@ logits [N, V] FP32, changed in place; temperature, top_p, min_p [N] FP32; top_k 
 FP64, so that the border does not depend on how a sum was split.
 
 The kernel takes a program per row and never sorts: FP32 values map to integers of the same order, and the
-lowest value that stays is found by bisection, one pass over the row for each of 32 bits and filter, counting
-or summing what lies above. Tokens equal to it stay in the order of their ids as far as the filters allow.
-Moves V * 4 bytes per pass, from L2 after the first; rows run side by side, up to one per multiprocessor.
-Rejected: sorting the values, which is what the reference does; four and more passes over keys and ids that
-have to be written back each time.
+lowest value that stays is found in up to 16 passes per filter, each of which counts or weighs what lies above
+the quarters of the range that is left. Tokens equal to it stay in the order of their ids as far as the
+filters allow. Moves V * 4 bytes per pass, from L2 after the first; rows run side by side, up to one per
+multiprocessor. Rejected: sorting the values, which is what the reference does; four and more passes over keys
+and ids that have to be written back each time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,6 +26,9 @@ from torch import Tensor
 
 from tiny_vllm.kernels.triton_support import jit, launch_options, runs_triton, tl, with_fallback
 
+# A pass is bound by the latency of its loads: a thread has LINE values in flight.
+LINE = tl.constexpr(16)
+LINES = 512
 BLOCK = 4096
 NUM_WARPS = 16
 # Below the key of every FP32 value.
@@ -74,45 +77,88 @@ def mask_filtered_ref(
 
 
 @jit
-def _load(logits_ptr, start, V, BLOCK: tl.constexpr):
-    """Values from `start` on, -inf beyond the row, and their keys: int32 in the order of the values."""
-    token = start + tl.arange(0, BLOCK)
-    values = tl.load(logits_ptr + token, mask=token < V, other=float("-inf"))
-    # The two zeros are equal.
+def _key_of(values):
+    """int32 in the order of the values; the two zeros are equal."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
-    return token, values, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@jit
-def _count_above(logits_ptr, V, border, BLOCK: tl.constexpr):
-    """Tokens whose key is above the border."""
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
-        token, _, keys = _load(logits_ptr, start, V, BLOCK)
-        counts += ((keys > border) & (token < V)).to(tl.int32)
-    return tl.sum(counts, 0)
-
-
-@jit
-def _mass_above(logits_ptr, V, border, maximum, temperature, BLOCK: tl.constexpr):
-    """Mass of the tokens whose key is above the border, the largest logit having mass 1."""
-    masses = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, V, BLOCK):
-        token, values, keys = _load(logits_ptr, start, V, BLOCK)
-        mass = tl.exp((values - maximum) / temperature).to(tl.float64)
-        masses += tl.where((keys > border) & (token < V), mass, 0.0)
-    return tl.sum(masses, 0)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def _mass_of(key, maximum, temperature):
+    """Of a token with this key; the largest logit has mass 1."""
     bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     return tl.exp((bits.to(tl.float32, bitcast=True) - maximum) / temperature).to(tl.float64)
 
 
 @jit
+def _above(
+    logits_ptr, V, first, second, third, maximum, temperature, WEIGHED: tl.constexpr, LINES: tl.constexpr
+):
+    """Tokens whose keys are above each of three borders, FP64: their number or, WEIGHED, their mass."""
+    place = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    above_first = tl.zeros((LINES,), tl.float64)
+    above_second = tl.zeros((LINES,), tl.float64)
+    above_third = tl.zeros((LINES,), tl.float64)
+    for start in range(0, V, LINES * LINE):
+        token = start + place
+        values = tl.load(logits_ptr + token, mask=token < V, other=float("-inf"))
+        keys = tl.where(token < V, _key_of(values), LOWEST_KEY)
+        if WEIGHED:
+            weights = tl.exp((values - maximum) / temperature)
+        else:
+            weights = tl.full((LINES, LINE), 1.0, tl.float32)
+        weights = weights.to(tl.float64)
+        above_first += tl.sum(tl.where(keys > first, weights, 0.0), 1)
+        above_second += tl.sum(tl.where(keys > second, weights, 0.0), 1)
+        above_third += tl.sum(tl.where(keys > third, weights, 0.0), 1)
+    return tl.sum(above_first, 0), tl.sum(above_second, 0), tl.sum(above_third, 0)
+
+
+@jit
+def _find_border(
+    logits_ptr, V, low, high, limit, maximum, temperature, WEIGHED: tl.constexpr, LINES: tl.constexpr
+):
+    """The lowest key from low to high (int64) above which there is less than the limit, or high."""
+    while low < high:
+        quarter = (high - low) >> 2
+        first = low + quarter
+        second = low + 2 * quarter
+        third = low + 3 * quarter
+        above_first, above_second, above_third = _above(
+            logits_ptr,
+            V,
+            first.to(tl.int32),
+            second.to(tl.int32),
+            third.to(tl.int32),
+            maximum,
+            temperature,
+            WEIGHED,
+            LINES,
+        )
+        # What is above falls from border to border.
+        if above_first < limit:
+            high = first
+        elif above_second < limit:
+            low = first + 1
+            high = second
+        elif above_third < limit:
+            low = second + 1
+            high = third
+        else:
+            low = third + 1
+    return high
+
+
+@jit
 def _mask_filtered_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V, BLOCK: tl.constexpr
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    V,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
@@ -125,55 +171,67 @@ def _mask_filtered_kernel(
         maxima = tl.full((BLOCK,), float("-inf"), tl.float32)
         has_nan = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, V, BLOCK):
-            token, values, keys = _load(logits_ptr, start, V, BLOCK)
+            token = start + tl.arange(0, BLOCK)
+            values = tl.load(logits_ptr + token, mask=token < V, other=float("-inf"))
             maxima = tl.maximum(maxima, values)
             has_nan |= (values != values).to(tl.int32)
         maximum = tl.max(maxima, 0)
         is_sound = (maximum > float("-inf")) & (maximum < float("inf")) & (tl.max(has_nan, 0) == 0)
         if is_sound:
-            top_bits = tl.where(maximum == 0, 0.0, maximum).to(tl.int32, bitcast=True)
-            top_key = tl.where(top_bits < 0, top_bits ^ 0x7FFFFFFF, top_bits)
+            top_key = _key_of(maximum)
             # Keys above the border stay, and as many of those equal to it as num_equal says.
             border = tl.full((), LOWEST_KEY, tl.int32)
             num_equal = tl.full((), 0, tl.int64)
             if top_k < V:
-                low = tl.full((), LOWEST_KEY, tl.int64)
-                high = top_key.to(tl.int64)
-                while low < high:
-                    middle = (low + high) >> 1
-                    if _count_above(logits_ptr, V, middle.to(tl.int32), BLOCK) < top_k:
-                        high = middle
-                    else:
-                        low = middle + 1
-                border = high.to(tl.int32)
-                num_equal = top_k - _count_above(logits_ptr, V, border, BLOCK)
+                found = _find_border(
+                    logits_ptr,
+                    V,
+                    border.to(tl.int64),
+                    top_key.to(tl.int64),
+                    top_k.to(tl.float64),
+                    maximum,
+                    temperature,
+                    False,
+                    LINES,
+                )
+                border = found.to(tl.int32)
+                count, _, _ = _above(
+                    logits_ptr, V, border, border, border, maximum, temperature, False, LINES
+                )
+                num_equal = top_k - count.to(tl.int64)
             if top_p < 1:
-                whole = _mass_above(logits_ptr, V, border, maximum, temperature, BLOCK)
+                whole, _, _ = _above(logits_ptr, V, border, border, border, maximum, temperature, True, LINES)
                 if top_k < V:
                     whole += num_equal.to(tl.float64) * _mass_of(border, maximum, temperature)
                 share = top_p.to(tl.float64) * whole
-                low = border.to(tl.int64)
-                high = top_key.to(tl.int64)
-                while low < high:
-                    middle = (low + high) >> 1
-                    if _mass_above(logits_ptr, V, middle.to(tl.int32), maximum, temperature, BLOCK) < share:
-                        high = middle
-                    else:
-                        low = middle + 1
-                mass = _mass_above(logits_ptr, V, high.to(tl.int32), maximum, temperature, BLOCK)
-                each = _mass_of(high.to(tl.int32), maximum, temperature)
-                fitting = tl.ceil((share - mass) / each)
+                found = _find_border(
+                    logits_ptr,
+                    V,
+                    border.to(tl.int64),
+                    top_key.to(tl.int64),
+                    share,
+                    maximum,
+                    temperature,
+                    True,
+                    LINES,
+                )
+                higher = found.to(tl.int32)
+                mass, _, _ = _above(logits_ptr, V, higher, higher, higher, maximum, temperature, True, LINES)
+                each = _mass_of(higher, maximum, temperature)
                 # A mass of zero fits any number of times.
+                fitting = tl.ceil((share - mass) / tl.where(each > 0, each, 1.0))
                 fitting = tl.where(each > 0, tl.minimum(fitting, V * 1.0), V * 1.0).to(tl.int64)
-                is_same = high == border.to(tl.int64)
-                num_equal = tl.where(is_same & (top_k < V), tl.minimum(num_equal, fitting), fitting)
-                border = high.to(tl.int32)
+                is_same = (higher == border) & (top_k < V)
+                num_equal = tl.where(is_same, tl.minimum(num_equal, fitting), fitting)
+                border = higher
             # Without this the most likely token would go where top_p is 0.
             num_equal = tl.where(border == top_key, tl.maximum(num_equal, 1), num_equal)
             least = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
             num_before = tl.full((), 0, tl.int64)
             for start in range(0, V, BLOCK):
-                token, values, keys = _load(logits_ptr, start, V, BLOCK)
+                token = start + tl.arange(0, BLOCK)
+                values = tl.load(logits_ptr + token, mask=token < V, other=float("-inf"))
+                keys = _key_of(values)
                 is_equal = (keys == border) & (token < V)
                 place = num_before + tl.cumsum(is_equal.to(tl.int32), 0)
                 kept = (keys > border) | (is_equal & (place <= num_equal))
@@ -189,7 +247,15 @@ def _launch_mask_filtered(
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     _mask_filtered_kernel[(num_rows,)](
-        logits, temperature, top_k, top_p, min_p, vocab_size, BLOCK=BLOCK, **launch_options(NUM_WARPS)
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        vocab_size,
+        LINES=LINES,
+        BLOCK=BLOCK,
+        **launch_options(NUM_WARPS),
     )
 
 
