@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Storage types the package can write; of K-quants it only reads.
-WRITABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+WRITABLE_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 # Positions of the FP16 scales inside a block, which random bytes must not make infinite.
 K_QUANT_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 

@@ -155,6 +155,7 @@ GGUF_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.expert_count": 8},
         "llama.expert_used_count is missing",
     ),
+    "scale of experts": ({"llama.expert_weights_scale": 2.5}, "llama.expert_weights_scale is 2.5"),
     "clamp": ({"llama.attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv is 8"),
     "no layers": ({"llama.block_count": None}, "llama.block_count is missing"),
     "heads by layer": ({"llama.attention.head_count_kv": [8, 4]}, r"head_count_kv is \[8, 4\]"),
@@ -172,6 +173,57 @@ def test_gguf_metadata_that_is_not_understood_is_refused_by_name(case: str) -> N
     changes, named = GGUF_REFUSALS[case]
     with pytest.raises(ModelError, match=named):
         gguf_spec(changes)
+
+
+def gemma3_spec(**changes: Any) -> Any:
+    metadata = {key.replace("llama.", "gemma3."): value for key, value in GGUF.items()}
+    metadata |= {"general.architecture": "gemma3", "gemma3.block_count": 8}
+    metadata |= {f"gemma3.attention.{key}": value for key, value in changes.items()}
+    return spec_from_gguf(metadata, GGUF_SHAPES, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [(None, (0, 1, 2, 3, 4, 6, 7)), (4, (0, 1, 2, 4, 5, 6)), ([True, False] * 4, (0, 2, 4, 6))],
+)
+def test_gguf_sliding_layers_are_known_by_the_architecture_unless_stated(
+    pattern: Any, layers: tuple[int, ...]
+) -> None:
+    more = {} if pattern is None else {"sliding_window_pattern": pattern}
+    spec = gemma3_spec(sliding_window=512, **more)
+    assert (spec.sliding_window, spec.sliding_layers) == (512, layers)
+    assert spec.sliding_rope == RopeSpec(theta=10000.0, rotary_dim=128)
+
+
+def test_gguf_without_a_window_has_one_rope_for_all_layers() -> None:
+    for changes in ({}, {"sliding_window": 0}):
+        spec = gemma3_spec(**changes)
+        assert (spec.sliding_window, spec.sliding_layers, spec.sliding_rope) == (None, (), None)
+
+
+def test_gguf_of_the_largest_gemma_scales_attention_by_its_width() -> None:
+    metadata = {key.replace("llama.", "gemma2."): value for key, value in GGUF.items()}
+    metadata |= {"general.architecture": "gemma2", "gemma2.attention.key_length": 64}
+    small = spec_from_gguf(metadata, GGUF_SHAPES, dtype="bfloat16")
+    large = spec_from_gguf({**metadata, "gemma2.block_count": 46}, GGUF_SHAPES, dtype="bfloat16")
+    assert small.attention_scale is None
+    assert large.attention_scale == (4096 / 32) ** -0.5
+    assert large.sliding_window == 4096
+
+
+def test_gguf_llama_files_of_relatives_are_told_by_their_keys() -> None:
+    assert gguf_spec({"llama.attention.sliding_window": 4096}).family == "mistral"
+    experts = {"llama.expert_count": 8, "llama.expert_used_count": 2}
+    spec = gguf_spec(experts)
+    assert (spec.family, spec.experts.num_experts, spec.experts.intermediate_size) == ("mixtral", 8, 11008)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "olmo2", "granite", "smollm3"])
+def test_gguf_windows_are_refused_where_the_family_has_none(architecture: str) -> None:
+    metadata = {key.replace("llama.", f"{architecture}."): value for key, value in GGUF.items()}
+    metadata |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 4096}
+    with pytest.raises(ModelError, match=f"{architecture}.attention.sliding_window is 4096"):
+        spec_from_gguf(metadata, GGUF_SHAPES, dtype="bfloat16")
 
 
 def test_gguf_without_an_embedding_is_refused() -> None:

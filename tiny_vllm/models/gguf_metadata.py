@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.families import FAMILIES, Windows, every_nth_is_full
+from tiny_vllm.models.families import FAMILIES, Windows
 from tiny_vllm.models.fields import Fields
 from tiny_vllm.models.rope_parameters import read_rope
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
@@ -31,12 +31,19 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    # Softmax before or after the choice: the same where weights are brought to a sum of 1, as they are here.
+    "expert_gating_func": (0, 1, 3),
     "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0,),
     "attention.clamp_kqv": (0,),
     "attention.causal": (True,),
     "attention.scale": (0,),
     "attn_logit_softcapping": (0,),
     "final_logit_softcapping": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_attn_factor": (1,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
@@ -59,31 +66,42 @@ class RopeTensors:
 class Architecture:
     """family: the row of `families` whose traits hold. numbers: fields of ModelSpec that a key holds.
 
-    windows: read from window (None if the file has none) and number of layers. has_pair_order: the rows of Q
+    windows: read from the metadata and the number of layers. has_pair_order: the rows of Q
     and K are ordered for rotating neighbouring pairs. experts_normalize: whether experts' weights sum to 1;
     None without experts. experts_bias: experts and router have biases. truncates_yarn: see RopeSpec.
     """
 
     family: str
     numbers: Mapping[str, str] = field(default_factory=dict)
-    windows: Callable[[int | None, int], Windows] | None = None
-    default_window: int | None = None
+    windows: Callable[[Fields, int], Windows] | None = None
     has_pair_order: bool = False
     experts_normalize: bool | None = None
     experts_bias: bool = False
     truncates_yarn: bool = True
 
 
-def _everywhere(window: int | None, num_layers: int) -> Windows:
+def _window(fields: Fields, default: int | None = None) -> int | None:
+    """0 and an absent key mean no window."""
+    return int(fields.number("attention.sliding_window", default or 0)) or None
+
+
+def _everywhere(fields: Fields, num_layers: int) -> Windows:
+    window = _window(fields)
     return (window, tuple(range(num_layers))) if window else (None, ())
 
 
-def _by_period(period: int) -> Callable[[int | None, int], Windows]:
-    """Every so many layers, the last one is full."""
-    is_sliding = every_nth_is_full(period)
+def _by_pattern(period: int, default: int | None = None) -> Callable[[Fields, int], Windows]:
+    """The last of every so many layers is full. A file may state another period, or each layer's kind."""
 
-    def windows(window: int | None, num_layers: int) -> Windows:
-        layers = tuple(layer for layer in range(num_layers) if is_sliding(Fields({}, ""), layer))
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        window = _window(fields, default)
+        key = "attention.sliding_window_pattern"
+        pattern = fields.get(key) or period
+        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+            pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+        if not isinstance(pattern, list) or len(pattern) < num_layers or not set(pattern) <= {0, 1}:
+            raise fields.error(key, pattern, f"a period or {num_layers} times true or false")
+        layers = tuple(layer for layer in range(num_layers) if pattern[layer])
         return (window, layers) if window and layers else (None, ())
 
     return windows
@@ -102,11 +120,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(
         family="gemma2",
         numbers={"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"},
-        windows=_by_period(2),
-        default_window=4096,
+        windows=_by_pattern(2, default=4096),
     ),
     "gemma3": Architecture(
-        family="gemma3", numbers={"logit_softcap": "final_logit_softcapping"}, windows=_by_period(6)
+        family="gemma3", numbers={"logit_softcap": "final_logit_softcapping"}, windows=_by_pattern(6)
     ),
     "phi3": Architecture(family="phi3", windows=_everywhere),
     "olmo2": Architecture(family="olmo2"),
@@ -123,7 +140,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture(family="smollm3", has_pair_order=True),
     "gpt-oss": Architecture(
         family="gpt_oss",
-        windows=_by_period(2),
+        windows=_by_pattern(2),
         experts_normalize=True,
         experts_bias=True,
         truncates_yarn=False,
@@ -197,11 +214,8 @@ def spec_from_gguf(
         value = fields.number(key, None)
         if value:
             values[field_name] = value
-    window = fields.number("attention.sliding_window", row.default_window)
     if row.windows is not None:
-        values["sliding_window"], values["sliding_layers"] = row.windows(
-            int(window) if window else None, num_layers
-        )
+        values["sliding_window"], values["sliding_layers"] = row.windows(fields, num_layers)
     values["experts"] = _experts(fields, row)
     values["intermediate_size"] = _intermediate_size(fields, values["experts"])
     values |= _irregular(name, fields, values)

@@ -31,7 +31,7 @@ PLAIN_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 QUANTISED_TYPES = (
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4",
 )  # fmt: skip
 
 VALUES_AT_ONCE = 1 << 16

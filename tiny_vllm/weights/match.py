@@ -48,10 +48,9 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
             f"{where}: unexpected {_listed(unexpected)}", hint="the configuration has no place for them"
         )
     for part, form in forms.items():
-        name = found.get(part)
-        if name is not None and tuple(stored[name]) != form.shape:
+        if part in found and tuple(stored[found[part]]) != form.shape:
             raise ModelError(
-                f"{where}: tensor {name} has shape {list(stored[name])}, "
+                f"{where}: tensor {found[part]} has shape {list(stored[found[part]])}, "
                 f"but the configuration needs {list(form.shape)}"
             )
     return found
