@@ -15,6 +15,7 @@ import torch
 
 from tests.helpers.sampling_oracle import draw, log_softmax, processed_logits
 from tiny_vllm.engine.sampler import Sampler, SlotSampling, prompt_logprobs
+from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.transfers import PlainTransfers, Upload
 from tiny_vllm.types import SamplingParams, TokenLogprobs
 
@@ -82,7 +83,7 @@ def draw_tokens(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> Sam
     upload = Upload()
     batch = sampler.prepare(slots, upload.integers(slots), upload)
     upload.send(PlainTransfers(CPU))
-    drawn = sampler.draw(logits, batch)
+    drawn = sampler.draw(logits, batch, SlotTable(len(sampler.temperature), 1, CPU))
     tokens, is_valid = drawn.tokens.tolist(), drawn.is_valid.tolist()
     logprobs = sampler.finish(
         batch, drawn, [t if ok else None for t, ok in zip(tokens, is_valid, strict=True)]

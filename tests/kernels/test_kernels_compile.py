@@ -10,6 +10,7 @@ from tiny_vllm.kernels.draw_tokens import draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.prefill_attention import attend_chunks
+from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
@@ -104,11 +105,13 @@ def test_kernels_for_many_tokens() -> None:
     assert len(kernels) == 8
 
 
-def test_masking_what_filters_drop() -> None:
+def test_sampling_with_filters() -> None:
     reals = meta(256, dtype=torch.float32)
     with compiling() as kernels:
         mask_filtered(
             meta(256, 128256, dtype=torch.float32), reals, meta(256, dtype=torch.int64), reals, reals
         )
+        integers = meta(256, dtype=torch.int64)
+        read_sampling(SamplingColumns(integers, integers, integers, reals, reals, reals), integers)
     check(kernels)
-    assert [kernel.name for kernel in kernels] == ["_mask_filtered_kernel"]
+    assert [kernel.name for kernel in kernels] == ["_mask_filtered_kernel", "_read_sampling_kernel"]

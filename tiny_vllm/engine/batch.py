@@ -30,7 +30,7 @@ class StagedBatch:
         first_positions = np.array([chunk.start for chunk in chunks], dtype=np.int64) - starts[:-1]
         self._decode_width = max((table.num_pages[slot] for slot in plan.decode_slots), default=0)
         self._prefill_width = max((table.num_pages[slot] for slot in chunk_slots), default=0)
-        self.decode_slots = upload.integers(plan.decode_slots)
+        self._decode_slots = upload.integers(plan.decode_slots)
         self._chunk_slots = upload.integers(chunk_slots)
         self._token_ids = upload.integers(token_ids)
         self._token_slots = upload.integers(np.repeat(np.array(chunk_slots, dtype=np.int64), lens))
@@ -40,7 +40,7 @@ class StagedBatch:
 
     def build(self, page_size: int) -> ForwardBatch:
         """After the upload."""
-        table, decode_slots, chunk_slots = self._table, self.decode_slots.tensor, self._chunk_slots.tensor
+        table, decode_slots, chunk_slots = self._table, self._decode_slots.tensor, self._chunk_slots.tensor
         decode_positions = table.computed_len[decode_slots]
         slots = torch.cat((decode_slots, self._token_slots.tensor))
         positions = torch.cat((decode_positions, self._positions.tensor))

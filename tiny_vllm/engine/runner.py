@@ -116,9 +116,7 @@ class Runner:
         if decodes.sampling.is_plain:
             tokens, is_valid = stepper.draw(slot_ids, context)
             return StepUnderWay(self._fetch(tokens, is_valid))
-        drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling)
-        self._table.last_token.index_copy_(0, slot_ids, drawn.tokens)
-        self._table.computed_len[slot_ids] += 1
+        drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling, self._table)
         return self._finish(drawn, decodes.sampling, {})
 
     def _edit(self, plan: StepPlan, upload: Upload) -> None:
@@ -163,24 +161,20 @@ class Runner:
 
     def _forward(self, plan: StepPlan, upload: Upload) -> ComputedStep | StepUnderWay:
         """A step with chunks, or on a device without a stepper."""
-        table = self._table
-        staged = StagedBatch(plan, table, upload)
+        staged = StagedBatch(plan, self._table, upload)
         slots, rows = self._sampling_rows(plan)
         slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
         sampling = self._sampler.prepare(slots, slot_ids, upload)
         upload.send(self._transfers)
         batch = staged.build(self._page_size)
         hidden = self._decoder.forward(batch, self._kv_cache)
-        if plan.decode_slots:
-            table.computed_len.index_copy_(0, staged.decode_slots.tensor, batch.decode_context_lens)
         prompts = self._score_prompts(plan, hidden)
         if not slots:
             return ComputedStep(StepResult([], prompt_logprobs=prompts), bool(prompts))
         if len(rows) != hidden.shape[0]:
             hidden = hidden.index_select(0, row_ids.tensor)
         with _one_torch_thread(self._decoder.fused_decode is not None):
-            drawn = self._sampler.draw(self._decoder.logits(hidden), sampling)
-        table.last_token.index_copy_(0, slot_ids.tensor, drawn.tokens)
+            drawn = self._sampler.draw(self._decoder.logits(hidden), sampling, self._table)
         return self._finish(drawn, sampling, prompts)
 
     @staticmethod

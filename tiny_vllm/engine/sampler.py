@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.engine.seen_tokens import SeenTokens
+from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.token_constraints import TokenConstraints
 from tiny_vllm.engine.transfers import Arriving, Upload
+from tiny_vllm.kernels.draw_tokens import SlotAdvance
 from tiny_vllm.kernels.logprobs import token_logprobs
 from tiny_vllm.kernels.penalties import apply_penalties
-from tiny_vllm.kernels.sampling import SamplingRows, sample
-from tiny_vllm.kernels.sampling_noise import noise_keys, stream_of_seed
+from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
+from tiny_vllm.kernels.sampling import sample_and_advance
+from tiny_vllm.kernels.sampling_noise import stream_of_seed
 from tiny_vllm.types import SamplingParams, TokenLogprobs
 
 # Beyond these, FP32 arithmetic would overflow or vanish, and the order of tokens is long decided.
@@ -97,8 +100,9 @@ class Sampler:
         # One row per parameter, so that a slot's are written together and a column stays contiguous.
         self._integers = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
         self._reals = torch.zeros(6, num_slots, dtype=torch.float32, device=device)
-        self.stream, self.position, self._top_k = self._integers.unbind()
-        self.temperature = self._reals[0]
+        self.stream, self.position, top_k = self._integers.unbind()
+        self.temperature, top_p, min_p, *_ = self._reals.unbind()
+        self._columns = SamplingColumns(self.stream, self.position, top_k, self.temperature, top_p, min_p)
         self._seen = SeenTokens(num_slots, device)
         self._filtered: set[int] = set()
         self._penalised: set[int] = set()
@@ -154,11 +158,12 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
-        """Draw a token for every row, without waiting for the device.
+    def draw(self, logits: Tensor, batch: SamplingBatch, table: SlotTable) -> DrawnTokens:
+        """Draw a token for every row and move its slot on by it, without waiting for the device.
 
         logits: [N, vocab] FP32 of the model, contiguous; row i belongs to batch.slots[i]. They may be
-        overwritten. If batch.needs_host, `finish` must follow before the next draw.
+        overwritten. table: gets the new last tokens, and computed lengths greater by one. If
+        batch.needs_host, `finish` must follow before the next draw.
         """
         raw = logits.index_select(0, batch.logprob_rows.tensor) if batch.with_logprobs else None
         for row in batch.constrained:
@@ -166,11 +171,13 @@ class Sampler:
         if batch.penalised:
             self._apply_penalties(logits, batch)
         slot_ids = batch.slot_ids.tensor
-        streams, positions, top_k = self._integers.index_select(1, slot_ids).unbind()
-        temperature, top_p, min_p = self._reals[:3].index_select(1, slot_ids).unbind()
-        rows = SamplingRows(temperature, top_k, top_p, min_p, noise_keys(streams, positions))
-        tokens, is_valid = sample(logits, rows, has_filters=batch.has_filters)
-        self.position.index_copy_(0, slot_ids, positions + 1)
+        tokens, is_valid = sample_and_advance(
+            logits,
+            read_sampling(self._columns, slot_ids),
+            self.temperature,
+            SlotAdvance(slot_ids, table.last_token, table.computed_len, self.position),
+            has_filters=batch.has_filters,
+        )
         if batch.penalised:
             slots = [batch.slots[row] for row in batch.penalised]
             drawn = tokens.index_select(0, batch.penalised_rows.tensor)

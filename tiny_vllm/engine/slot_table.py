@@ -28,7 +28,8 @@ class SlotTable:
 
     def edit(self, plan: StepPlan, upload: Upload) -> None:
         """Make the plan's edits when the upload arrives: rows of admitted sequences, new pages, and the
-        lengths its chunks will have computed."""
+        lengths its chunks will have computed, but for the last token of those that sample: whoever draws the
+        next one counts it."""
         if plan.admissions:
             self._clear(plan, upload)
         places: list[int] = []
@@ -49,7 +50,9 @@ class SlotTable:
                 lambda: self.page_table.view(-1).index_copy_(0, sent_places.tensor, sent_pages.tensor)
             )
         lengths = {admission.slot: admission.computed_len for admission in plan.admissions}
-        lengths.update((chunk.slot, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks)
+        lengths.update(
+            (chunk.slot, chunk.start + len(chunk.token_ids) - int(chunk.samples)) for chunk in plan.chunks
+        )
         if lengths:
             slots, values = upload.integers(list(lengths)), upload.integers(list(lengths.values()))
             upload.then(lambda: self.computed_len.index_copy_(0, slots.tensor, values.tensor))

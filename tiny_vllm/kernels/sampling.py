@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.mask_filtered import count_kept, is_kept, mask_filtered
 from tiny_vllm.kernels.sampling_noise import log_race_times
 from tiny_vllm.kernels.top_tokens import top_tokens
@@ -92,6 +92,30 @@ def sample(
         for rows in _parts(is_member.nonzero().squeeze(-1), len(logits)):
             tokens[rows] = draw(logits[rows], best[rows], params.select(rows))
     return tokens, best.isfinite()
+
+
+def sample_and_advance(
+    logits: torch.Tensor,
+    params: SamplingRows,
+    temperature: torch.Tensor,
+    advance: SlotAdvance,
+    *,
+    has_filters: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample`, and leave the tokens with their slots.
+
+    temperature: [S], the column params.temperature was read from. advance: none of its slots is padding.
+    """
+    if runs_triton(logits):
+        if has_filters:
+            mask_filtered(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+        return draw_tokens(logits, temperature, params.keys, advance)
+    tokens, is_valid = sample(logits, params, has_filters=has_filters)
+    advance.last_token.index_copy_(0, advance.slots, tokens)
+    ones = torch.ones_like(advance.slots)
+    advance.computed_len.index_add_(0, advance.slots, ones)
+    advance.sample_position.index_add_(0, advance.slots, ones)
+    return tokens, is_valid
 
 
 def _parts(rows: torch.Tensor, num_rows: int) -> Iterator[torch.Tensor | slice]:
