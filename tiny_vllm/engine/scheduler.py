@@ -324,9 +324,10 @@ class Scheduler:
             return True
         victims = [
             victim
-            for victim in reversed(self.running())
+            for victim in (*self.prefilling.values(), *self.decoding.values())
             if victim.request.priority > sequence.request.priority and victim.queue_key > sequence.queue_key
         ]
+        victims.sort(key=lambda s: s.queue_key, reverse=True)
         needed = self._pages_for(sequence.known_len)
         if not victims or needed > self.pool.num_available + sum(len(v.page_ids) for v in victims):
             return False

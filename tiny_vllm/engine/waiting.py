@@ -31,7 +31,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In order; a snapshot, so the queue may change while it is walked."""
-        return iter([sequence for _, sequence in self._entries])
+        return (sequence for _, sequence in self._entries[:])
 
     def push(self, sequence: Sequence) -> None:
         insort(self._entries, (sequence.queue_key, sequence))
