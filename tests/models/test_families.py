@@ -44,7 +44,7 @@ def test_every_gguf_architecture_belongs_to_a_family_that_names_it() -> None:
     names = {family.name: family for family in FAMILIES}
     for architecture, row in ARCHITECTURES.items():
         assert names[row.family].gguf == architecture
-    assert {family.gguf for family in FAMILIES} - {None} == set(ARCHITECTURES)
+    assert {family.gguf for family in FAMILIES} == set(ARCHITECTURES)
 
 
 def test_an_unsupported_architecture_is_told_all_supported_ones() -> None:
@@ -100,6 +100,22 @@ def test_sparse_layers_of_qwen3_moe() -> None:
     assert experts is not None
     assert experts.dense_layers == (0, 2, 4, 5)
     assert (experts.num_experts, experts.num_active, experts.normalize) == (128, 8, False)
+
+
+def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_family() -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "text_config": text,
+    }
+    assert spec_from_hf_config(whole) == read("gemma3", torch_dtype="bfloat16", **text)
+
+
+@pytest.mark.parametrize("text", [None, {"model_type": "qwen2"}, "gemma3_text"])
+def test_a_multimodal_model_with_another_text_part_is_refused(text: Any) -> None:
+    with pytest.raises(ModelError, match="text_config"):
+        spec_from_hf_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {

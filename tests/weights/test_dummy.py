@@ -40,6 +40,13 @@ def test_norms_are_near_one_and_biases_near_zero() -> None:
     assert bias.abs().max() <= 0.02 and bias.std() > 0.01
 
 
+def test_norms_are_near_one_with_the_offset_of_the_family() -> None:
+    tensors = dict(dummy_tensors(SHAPES, seed=0, device=CPU, norm_offset=1.0))
+    torch.testing.assert_close(
+        tensors["layers.0.input_norm"] + 1.0, values(SHAPES)["layers.0.input_norm"], rtol=0, atol=1e-6
+    )
+
+
 def test_a_tensor_does_not_depend_on_the_others_or_their_order() -> None:
     everything = values(SHAPES)
     for name in reversed(SHAPES):

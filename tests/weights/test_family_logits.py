@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.family_gguf import write_family_gguf
@@ -72,6 +73,15 @@ def test_the_number_of_parameters_is_that_of_transformers(case: str, tmp_path: P
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_dummy_weights_fill_every_family_and_compute(case: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(save(tmp_path, make_tiny_model(case))), load_format="dummy")
+    weights = load_weights(checkpoint, dtype=torch.bfloat16, device="cpu")
+    paged = PagedDecoder(checkpoint.spec, weights, page_size=8, dtype=torch.bfloat16)
+    _, logits = paged.generate(prompt(), 4)
+    assert logits.isfinite().all() and logits.std() > 0.01
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_GGUF])
 def test_a_gguf_file_computes_the_same(case: str, tmp_path: Path) -> None:
     model = make_tiny_model(case, **FIXED_IN_GGUF.get(case, {}))
@@ -110,6 +120,25 @@ def test_gemma_3_in_the_older_style_of_its_config(tmp_path: Path) -> None:
     )
     _, logits = load(tmp_path).generate(prompt(), 1)
     assert_close(logits, all_logits(model, prompt()))
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_multimodal_model(layout: str, tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+    text = make_tiny_model("gemma3")
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28
+    )
+    config = Gemma3Config(text_config=text.config, vision_config=vision, mm_tokens_per_image=1)
+    whole = Gemma3ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path, save_original_format=layout.startswith("language_model"))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith(layout) for name in stored)
+    assert any("vision_tower" in name for name in stored)
+    _, logits = load(tmp_path).generate(prompt(), 1)
+    assert_close(logits, all_logits(text, prompt()))
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])

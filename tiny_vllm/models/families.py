@@ -42,7 +42,8 @@ Windows = tuple[int | None, tuple[int, ...]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """name: of the spec. models: what people call its members. architectures: its classes in config.json.
-    model_types: what config.json may say instead. gguf: `general.architecture`, None if GGUF lacks it.
+    model_types: what config.json may say instead. wrappers: classes of multimodal models whose `text_config`
+    is a config of this family; their text part alone is loaded. gguf: `general.architecture`.
 
     defaults: values of absent config.json keys, where they differ from a Llama's. theta: of an absent
     rope_theta; sliding_theta: the same for sliding layers, if they have a RoPE of their own.
@@ -58,7 +59,8 @@ class Family:
     models: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    gguf: str | None = None
+    gguf: str
+    wrappers: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     theta: float = 10000.0
     sliding_theta: float | None = None
@@ -280,9 +282,10 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="gemma3",
-        models="Gemma 3 (text)",
+        models="Gemma 3",
         architectures=("Gemma3ForCausalLM",),
         model_types=("gemma3_text",),
+        wrappers=("Gemma3ForConditionalGeneration",),
         gguf="gemma3",
         defaults={**GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072},
         theta=1e6,
@@ -374,7 +377,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="gpt_oss",
-        models="gpt-oss (BF16 weights; the published MXFP4 files are refused)",
+        models="gpt-oss (MXFP4 from GGUF alone)",
         architectures=("GptOssForCausalLM",),
         model_types=("gpt_oss",),
         gguf="gpt-oss",

@@ -36,7 +36,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     (`rope_parameters`, `dtype`). `spec.dtype` is what the config declares, float32 if it declares nothing;
     whoever reads the files replaces it by the type they hold. Raises ModelError naming the key.
     """
-    family = family_of(config)
+    family, config = family_of(config)
     fields = Fields(config, "config.json", defaults={**LLAMA_DEFAULTS, **family.defaults})
     _refuse_unsupported(config, fields, family)
     hidden_size = fields.integer("hidden_size")
@@ -79,26 +79,47 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     return checked(ModelSpec(**values))
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The row that describes this model. Raises ModelError naming the architecture if there is none."""
+def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    """The row that describes this model, and the config of its text part: the whole config unless the model
+    is multimodal. Raises ModelError naming the architecture if there is none.
+    """
     architectures = config.get("architectures")
     if not architectures:
         model_type = config.get("model_type")
         for family in FAMILIES:
             if model_type in family.model_types:
-                return family
+                return family, config
         raise ModelError(
             f"config.json names no architecture and its model_type is {model_type!r:.80}",
             hint=f"supported: {', '.join(name for family in FAMILIES for name in family.model_types)}",
         )
     for family in FAMILIES:
         if isinstance(architectures, list) and architectures in ([name] for name in family.architectures):
-            return family
+            return family, config
+        if isinstance(architectures, list) and architectures in ([name] for name in family.wrappers):
+            return family, _text_config(config, family)
     names = architectures if isinstance(architectures, list) else [architectures]
     raise ModelError(
         f"architecture {', '.join(map(str, names)):.80} is not supported",
-        hint=f"supported: {', '.join(name for family in FAMILIES for name in family.architectures)}",
+        hint=f"supported: {', '.join(supported_architectures())}",
     )
+
+
+def supported_architectures() -> list[str]:
+    return [name for family in FAMILIES for name in (*family.architectures, *family.wrappers)]
+
+
+def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in family.model_types:
+        kind = text.get("model_type") if isinstance(text, Mapping) else text
+        raise ModelError(
+            f"config.json: the text_config of this {family.name} is of type {kind!r:.80}",
+            hint=f"supported: {', '.join(family.model_types)}",
+        )
+    # What the wrapper alone may say.
+    shared = ("dtype", "torch_dtype", "quantization_config")
+    return {**{key: config[key] for key in shared if key in config}, **text}
 
 
 def _ropes(

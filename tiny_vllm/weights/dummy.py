@@ -21,17 +21,18 @@ BIAS_SPREAD = 0.02
 
 
 def dummy_tensors(
-    shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device
+    shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device, norm_offset: float = 0.0
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, FP32 tensor).
 
     Matrices have mean 0 and standard deviation 1/sqrt(columns), so that activations keep their size from
-    layer to layer and logits are spread; norms lie close to 1, biases close to 0.
+    layer to layer and logits are spread; norms lie close to 1, or to what makes 1 with the model's offset,
+    biases close to 0.
     """
     for name, shape in shapes.items():
         values = _uniform(math.prod(shape), zlib.crc32(f"{seed}/{name}".encode()), device).view(shape)
         if name.endswith("norm"):
-            yield name, 1.0 + NORM_SPREAD * values
+            yield name, 1.0 - norm_offset + NORM_SPREAD * values
         elif name.endswith("bias"):
             yield name, BIAS_SPREAD * values
         else:

@@ -66,7 +66,9 @@ def _one_thread() -> Iterator[None]:
 
 def _tensors(checkpoint: Checkpoint, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     if checkpoint.source is None:
-        return dummy_tensors(expected_shapes(checkpoint.spec), seed=seed, device=device)
+        spec = checkpoint.spec
+        shapes = expected_shapes(spec)
+        return dummy_tensors(shapes, seed=seed, device=device, norm_offset=spec.norm_offset)
     return checkpoint.source.read(checkpoint.tensor_names)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from tiny_vllm.errors import ModelError
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.weights.names import DERIVED, GGUF_LAYER, name_table
+from tiny_vllm.weights.names import DERIVED, GGUF_LAYER, OTHER_PARTS, name_table, text_name
 from tiny_vllm.weights.shapes import expected_shapes, stored_forms
 
 NAMES_SHOWN = 6
@@ -16,17 +16,21 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
     """Canonical name -> stored name of every tensor to load.
 
     stored: name -> shape in the files. where: the file or directory, for messages. A head stored beside a
-    tied configuration and tables computable from it are left out; any other tensor the spec has no place for
-    would change the output, so it is refused, as are missing ones and wrong shapes. Raises ModelError.
+    tied configuration, tables computable from it, and what a multimodal model has beside its text part are
+    left out; any other tensor the spec has no place for would change the output, so it is refused, as are
+    missing ones and wrong shapes. Raises ModelError.
     """
     forms = stored_forms(spec)
     is_gguf = any(GGUF_LAYER.fullmatch(name) for name in stored)
     table = name_table(spec.family, gguf=is_gguf)
+    ignored = [DERIVED]
+    if any(text_name(name) != name for name in stored):
+        ignored.append(OTHER_PARTS)
     found: dict[str, str] = {}
     brought: dict[str, str] = {}
     unexpected = []
     for name in stored:
-        part = table.canonical(name)
+        part = table.canonical(text_name(name))
         if part in forms:
             assert part is not None
             for atom in forms[part].atoms:
@@ -34,9 +38,16 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
                     raise ModelError(f"{where}: {brought[atom]} and {name} are the same weight")
                 brought[atom] = name
             found[part] = name
-        elif not DERIVED.fullmatch(name) and not (part == "lm_head" and spec.tie_word_embeddings):
+        elif part == "lm_head" and spec.tie_word_embeddings:
+            continue
+        elif not any(pattern.fullmatch(name) for pattern in ignored):
             unexpected.append(name)
-    missing = [part for part in expected_shapes(spec) if not brought.keys() >= set(forms[part].atoms)]
+    missing = []
+    for part in expected_shapes(spec):
+        absent = [atom for atom in forms[part].atoms if atom not in brought]
+        is_whole = len(absent) == len(forms[part].atoms)
+        # GGUF files hold the experts of a layer together, others one by one.
+        missing += [part] if is_whole and is_gguf else absent
     if missing:
         hint = "the checkpoint is incomplete"
         if missing == ["lm_head"]:

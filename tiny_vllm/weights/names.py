@@ -124,6 +124,10 @@ GGUF_FAMILY_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 SAME_NAMES_AS: Mapping[str, str] = {"gemma3": "gemma2"}
 
+# The text part of a multimodal model, and the parts of one that text never meets.
+TEXT_PREFIXES: Mapping[str, str] = {"language_model.": "", "model.language_model.": "model."}
+OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..+")
+
 # Tables that can be computed from the configuration; old writers stored them beside the weights.
 DERIVED = re.compile(
     r".*rotary_emb\.inv_freq|rope_freqs\.weight|rope_factors_(long|short)\.weight"
@@ -159,10 +163,18 @@ class NameTable:
         """The name of a canonical tensor in a file; the first of several that stand for it."""
         if not part.startswith("layers."):
             return next(name for name, canonical in self.top.items() if canonical == part)
-        _, index, field = part.split(".")
-        name = next((name for name, canonical in self.inside.items() if canonical == field), None)
-        name = name or next(name for name, canonical in self.inside.items() if canonical == f"{field}.#")
-        return f"{self.layer_prefix}.{index}.{name}"
+        _, index, field, *expert = part.split(".")
+        wanted = f"{field}.#" if expert else field
+        name = next(name for name, canonical in self.inside.items() if canonical == wanted)
+        return f"{self.layer_prefix}.{index}.{name.replace('#', ''.join(expert))}"
+
+
+def text_name(name: str) -> str:
+    """The name that a tensor of a multimodal model's text part has in a model of text alone."""
+    for prefix, plain in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
 
 
 def name_table(family: str, *, gguf: bool) -> NameTable:
