@@ -44,16 +44,17 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
             unexpected.append(name)
     missing = []
     for part in expected_shapes(spec):
-        absent = [atom for atom in forms[part].atoms if atom not in brought]
-        is_whole = len(absent) == len(forms[part].atoms)
-        # GGUF files hold the experts of a layer together, others one by one.
-        missing += [part] if is_whole and is_gguf else absent
+        atoms = forms[part].atoms
+        absent = [atom for atom in atoms if atom not in brought]
+        if is_gguf and len(atoms) == len(absent) > 1:
+            missing.append(table.stored(part, holds_experts=True))
+        else:
+            missing += map(table.stored, absent)
     if missing:
         hint = "the checkpoint is incomplete"
-        if missing == ["lm_head"]:
+        if missing == [table.stored("lm_head")]:
             hint = "tie_word_embeddings is false, so the head must be stored"
-        names = _listed([table.stored(part) for part in missing])
-        raise ModelError(f"{where}: missing {names}", hint=hint)
+        raise ModelError(f"{where}: missing {_listed(missing)}", hint=hint)
     if unexpected:
         raise ModelError(
             f"{where}: unexpected {_listed(unexpected)}", hint="the configuration has no place for them"

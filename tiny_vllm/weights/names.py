@@ -159,13 +159,14 @@ class NameTable:
             return None
         return f"layers.{int(match[1])}.{part.replace('#', str(int(numbers[0]))) if numbers else part}"
 
-    def stored(self, part: str) -> str:
-        """The name of a canonical tensor in a file; the first of several that stand for it."""
+    def stored(self, part: str, *, holds_experts: bool = False) -> str:
+        """The name of a canonical tensor in a file. holds_experts: it is a layer's experts together."""
         if not part.startswith("layers."):
             return next(name for name, canonical in self.top.items() if canonical == part)
         _, index, field, *expert = part.split(".")
         wanted = f"{field}.#" if expert else field
-        name = next(name for name, canonical in self.inside.items() if canonical == wanted)
+        names = [name for name, canonical in self.inside.items() if canonical == wanted]
+        name = names[-1 if holds_experts else 0]
         return f"{self.layer_prefix}.{index}.{name.replace('#', ''.join(expert))}"
 
 
