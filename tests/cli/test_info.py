@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,15 @@ def test_every_choice_is_shown_with_all_its_reasons(
     for name in names:
         assert f"(why {name}" in shown[name]
     assert shown["num_pages"] == "7 (why num_pages; not used on a CPU)"
+
+
+def test_parts_of_a_family_are_shown_in_short_and_absent_traits_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
+    assert main(["info", "--model", str(tmp_path), "--load-format", "dummy", "--num-pages", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("  ")}
+    assert shown["sliding_rope"] == "theta 10000.0, rotary_dim 256"
+    assert shown["sliding_window"] == "4096"
+    assert not {"experts", "attention_softcap", "unrotated_layers"} & shown.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine
@@ -74,10 +74,12 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 def _spec_rows(spec: ModelSpec) -> Iterator[tuple[str, object]]:
-    """The fields of a spec; of its RoPE those that differ from the default."""
+    """The fields of a spec but those it has no value for; of its parts those that differ from the default."""
     for field in fields(spec):
         value = getattr(spec, field.name)
-        if field.name == "rope":
+        if value is None or value == ():
+            continue
+        if is_dataclass(value):
             parts = {part.name: getattr(value, part.name) for part in fields(value)}
             defaults = {part.name: part.default for part in fields(value)}
             value = ", ".join(f"{name} {parts[name]}" for name in parts if parts[name] != defaults[name])
