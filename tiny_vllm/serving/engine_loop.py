@@ -27,6 +27,7 @@ from tiny_vllm.types import Request, TokenEvent
 
 REPORT_SECONDS = 0.1
 IDLE_REPORT_SECONDS = 1.0
+MAX_REPORT_SECONDS = 2.0
 REPORT_SHARE = 0.005
 """Most of the engine's time that reports may take: a large pool is slow to count, so it is counted less."""
 
@@ -118,12 +119,13 @@ class EngineLoop:
             self._channel.send(Accepted(number))
 
     def _report(self) -> None:
-        start = time.perf_counter()
+        # Processor time: on a busy machine a report may be interrupted, which costs the engine nothing.
+        start = time.thread_time()
         page_map = None
         if self._is_watched:
             page_map = "".join([PAGE_LETTERS[state] for state in self._engine.page_map()])
         self._channel.send(Report(self._engine.stats(), self._step_seconds, page_map))
-        end = time.perf_counter()
-        self._next_report = end + max(REPORT_SECONDS, (end - start) / REPORT_SHARE)
+        pause = (time.thread_time() - start) / REPORT_SHARE
+        self._next_report = time.perf_counter() + min(max(REPORT_SECONDS, pause), MAX_REPORT_SECONDS)
         if self._is_orphan():
             self._has_quit = True

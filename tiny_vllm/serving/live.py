@@ -76,7 +76,7 @@ def _sequences(unfinished: Sequence[tuple[Request, RequestOutput]], num_running:
         for choice in output.outputs:
             if not choice.finished:
                 state = "decode" if choice.token_ids else "waiting"
-                name = f"{request.request_id[-14:]}.{choice.index}"
+                name = f"{request.request_id[-10:]}.{choice.index}"
                 lens = [len(output.prompt_token_ids), output.num_cached_tokens, len(choice.token_ids)]
                 rows.append([name, state, *lens, request.sampling.max_tokens, request.priority])
     num_prefilling = num_running - sum(row[1] == "decode" for row in rows)

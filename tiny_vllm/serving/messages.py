@@ -87,7 +87,7 @@ class Events(msgspec.Struct, tag=True):
 
 
 class Report(msgspec.Struct, tag=True):
-    """A sign of life, at least once a second between steps.
+    """A sign of life, every two seconds or more often, as far as steps are shorter than that.
 
     page_map: a letter per page (PAGE_LETTERS) while somebody watches.
     step_seconds: time in steps so far, for the share of time that anything else takes.
