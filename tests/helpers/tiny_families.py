@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = dict(
     pad_token_id=None,
     attn_implementation="eager",
 )
-YARN = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=64)
+YARN = dict(rope_type="yarn", rope_theta=5000.0, factor=8.0, original_max_position_embeddings=ORIGINAL_LEN)
 LONGROPE = dict(
     rope_type="longrope",
     rope_theta=5000.0,

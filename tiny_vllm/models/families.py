@@ -67,7 +67,7 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
-    windows: Callable[[Fields, int], Windows] = lambda fields, num_layers: (None, ())
+    windows: Callable[[Fields, int], Windows] | None = None
     experts: Callable[[Fields, int], ExpertsSpec] | None = None
     activation_key: str = "hidden_act"
     rope_aliases: Mapping[str, str] = field(default_factory=dict)

@@ -64,9 +64,10 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     for name, key in family.numbers.items():
         if fields.get(key) is not None:
             values[name] = fields.positive(key)
-    values["sliding_window"], values["sliding_layers"] = family.windows(fields, num_layers)
-    if sliding_rope != rope and values["sliding_layers"]:
-        values["sliding_rope"] = sliding_rope
+    if family.windows is not None:
+        values["sliding_window"], values["sliding_layers"] = family.windows(fields, num_layers)
+        if values["sliding_layers"] and sliding_rope != rope:
+            values["sliding_rope"] = sliding_rope
     if family.has_unrotated_layers:
         flags = rotated_flags(fields, num_layers)
         values["unrotated_layers"] = tuple(index for index, flag in enumerate(flags) if not flag)
