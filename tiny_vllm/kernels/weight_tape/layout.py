@@ -190,7 +190,7 @@ def _small_bytes(shape: TapeShape, tokens: int) -> int:
     attention = 2 * (shape.group * (shape.head_dim + 32) + 2 * shape.head_dim)
     attention += 4 * (16 * shape.group * 2 + 2 * splits(shape, tokens) * shape.group)
     draw = 8 * tokens * 16
-    per_token = 16 * 4 + 8 + 3 * 4 + 2 * 4 + 4
+    per_token = _ceil_div(shape.hidden_size, 256) * 4 + 8 + 3 * 4 + 2 * 4 + 4
     rest = shape.head_dim * 4 + tokens * per_token + MAX_STAGES * 16 + 48
     return _ceil_div(max(attention, draw) + rest, 16) * 16
 
@@ -205,7 +205,11 @@ def unsupported(shape: TapeShape) -> str | None:
         return f"the page size {shape.page_size} is no multiple of 16"
     if shape.hidden_size % 8 or shape.intermediate_size % 8:
         return "the hidden or the intermediate size is no multiple of 8"
-    overhead = TapeLayout.of(shape).overhead
+    layout = TapeLayout.of(shape)
+    # The exchange relies on every block's having published a part of the hidden vector.
+    if (NUM_BLOCKS - 1) * layout.output.units * UNIT_ROWS >= shape.hidden_size:
+        return f"{shape.hidden_size} hidden values in units of {UNIT_ROWS} do not reach {NUM_BLOCKS} blocks"
+    overhead = layout.overhead
     if overhead > MAX_OVERHEAD:
         return f"dealing its rows to {NUM_BLOCKS} blocks would add {overhead:.0%} to what a step reads"
     if not token_buckets(shape):
@@ -265,4 +269,6 @@ def exchange_words(shape: TapeShape, tokens: int) -> int:
     """32-bit words of the buffer in which blocks exchange results."""
     pairs = tokens * shape.num_kv_heads * splits(shape, tokens)
     vectors = shape.qkv_size + shape.q_size + 2 * shape.hidden_size + shape.intermediate_size
-    return tokens * vectors + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS
+    values = _ceil_div(tokens * vectors, 8) * 8
+    # Two buffers of BF16 vectors are as many words as one has values.
+    return values + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS

@@ -33,7 +33,7 @@ from tiny_vllm.kernels.weight_tape.layout import (
     plan_block,
 )
 
-NUM_THREADS = 544
+NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
 # Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal.
 WINDOW = 3
@@ -82,7 +82,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tokens", "is_valid")),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
-        *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw")),
+        *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
     )
 
 
@@ -144,7 +144,7 @@ class TapeStep:
             address(state.sample_position), address(state.stream), address(temperature), address(self.slots),
             address(self._exchange), address(self._epochs), None, address(self.tokens), address(self.is_valid),
             state.page_table.stride(0), model.k_cache.shape[1], temperature.shape[0], model.rms_norm_eps,
-            model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1,
+            model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1, 0,
         )  # fmt: skip
         self._launch = function.prepare((self._params,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True)
         self.local_bytes = function.local_bytes

@@ -12,10 +12,11 @@
 // The order of k is permuted alike on both sides so that a lane's operands are 16 contiguous bytes. Partial sums of the
 // column slices meet in shared memory and are added in a fixed order: results do not depend on timing.
 //
-// Exchange. A published word carries its value (bf16) and the epoch (16 bits); readers poll the data itself, so there
-// are no flags, fences or resets. One buffer per kind of exchange is enough: a block writes epoch e + 1 only after an
-// all-to-all exchange that every reader of epoch e entered later than that read. Words that not every step writes
-// (partial attention results) carry an FP32 value and a 32-bit epoch.
+// Exchange. Vectors are published as plain bf16; readers poll the data itself until no value is the mark EMPTY, a NaN
+// that no conversion makes, so there are no flags. Each kind of vector has two buffers, used by turns of layers. A
+// block empties its part of the other buffer in the middle of a layer, see Cleaner; it does so behind a fence before it
+// publishes the layer's last vector, and only blocks that have taken that go on to fill the emptied buffer. Partial attention results and the draw's candidates, which not every
+// step writes, carry an FP32 value and a 32-bit epoch instead.
 //
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a pair goes
 // through all of it and keeps a part of the outputs; in a long one each takes a share of the context, and one more
@@ -63,14 +64,16 @@ static_assert(Qkv::ROUND == Qkv::UNITS && Out::ROUND == Out::UNITS && Down::ROUN
 constexpr int Q_SIZE = HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int OWN_ROWS = OUT_UNITS * 8;  // of the hidden vector
 constexpr int OWN_FF = UP_UNITS * 4;
+constexpr int ATT_SHARE = (Q_SIZE / 4 + CTAS - 1) / CTAS * 4;  // of the attention vector, to empty
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
-// Exchange buffers, in words.
+// Exchange: two buffers of vectors (offsets in values), then words with epochs.
 constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QKV_SIZE, X_H1 = X_ATT + TOKENS * Q_SIZE, X_H2 = X_H1 + TOKENS * HIDDEN,
-              X_FF = X_H2 + TOKENS * HIDDEN, X_PART = X_FF + TOKENS * INTERMEDIATE,
-              X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
+              X_FF = X_H2 + TOKENS * HIDDEN, VECTOR_VALUES = (X_FF + TOKENS * INTERMEDIATE + 7) / 8 * 8;
+constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
               X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
-static_assert(X_END <= EXCHANGE_WORDS, "exchange buffer");
+static_assert(X_END == EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
+constexpr u32 EMPTY = 0xffffu;
 
 struct Params {
   const u8* tape;
@@ -92,7 +95,7 @@ struct Params {
   u8* is_valid;              // [TOKENS]
   i64 table_width, num_pages, num_slots;
   float eps, score_scale;    // score_scale: of the scores, times log2(e)
-  int window, direct_limit, draw;
+  int window, direct_limit, draw, zero;  // zero: 0
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -130,10 +133,23 @@ DEV uint4 load_words4(const u32* p) {
   return v;
 }
 DEV u64 load_pair(const u32* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
-DEV void store_word(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEV void store_pair(u32* p, u32 low, u32 high) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(((u64)high << 32) | low) : "memory"); }
-DEV bool is_ready(const uint4& a, u32 epoch) { return ((((a.x ^ epoch) | (a.y ^ epoch) | (a.z ^ epoch) | (a.w ^ epoch)) & 0xffffu)) == 0; }
-DEV void settle(uint4& a, const u32* p, u32 epoch) { Watch watch; while (!is_ready(a, epoch)) { watch.failed(); a = load_words4(p); } }
+DEV void store_half(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
+DEV void store_words4(void* p, u32 v) { asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%1,%1,%1};" ::"l"(p), "r"(v) : "memory"); }
+DEV bool has_empty(u32 v) { return (v & 0xffffu) == EMPTY || (v >> 16) == EMPTY; }
+DEV void settle(uint4& a, const u16* p) {
+  Watch watch;
+  while (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w)) { watch.failed(); a = load_words4((const u32*)p); }
+}
+DEV bool has_empty(u64 v) { return has_empty((u32)v) || has_empty((u32)(v >> 32)); }
+// Four values each from two places, whose loads overlap.
+DEV void poll_twice4(const u16* p0, const u16* p1, uint2& v0, uint2& v1) {
+  u64 a = load_pair((const u32*)p0), b = load_pair((const u32*)p1);
+  Watch watch;
+  while (has_empty(a) || has_empty(b)) { watch.failed(); a = load_pair((const u32*)p0); b = load_pair((const u32*)p1); }
+  v0 = make_uint2((u32)a, (u32)(a >> 32));
+  v1 = make_uint2((u32)b, (u32)(b >> 32));
+}
 DEV u32 poll_pair(const u32* p, u32 epoch) {
   Watch watch;
   while (true) {
@@ -146,7 +162,6 @@ DEV u32 poll_pair(const u32* p, u32 epoch) {
 DEV float low_half(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_half(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 DEV u32 pack_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEV u32 bf16_word(float value, u32 epoch) { return (pack_bf16(value, 0.f) << 16) | (epoch & 0xffffu); }
 DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEV float warp_sum(float v) {
 #pragma unroll
@@ -172,8 +187,10 @@ DEV float log_race_time(u32 key_low, u32 key_high, u32 token) {
   return logf(-log1pf(-((float)(int)x * UNIT + UNIT * 0.5f)));
 }
 
+constexpr int NORM_WARPS = (HIDDEN + 255) / 256;  // warps that take one token's hidden vector
+
 struct Shared {  // behind the ring, the input vectors and the partial sums
-  float sums_of_squares[TOKENS * 16];
+  float sums_of_squares[TOKENS * NORM_WARPS];
   union {
     struct {  // attention
       alignas(16) u16 q[GROUP * (HEAD_DIM + 32)];     // rotated and scaled; the padding spreads the banks
@@ -222,6 +239,38 @@ struct Producer {
   }
 };
 
+// ---------------------------------------------------------------- cleaner
+
+// Once a layer, one warp empties the block's part of the next layer's buffer. By then every block has read it: each has
+// published a part of X_H1 since.
+struct Cleaner {
+  u16* vectors;
+  u32 epoch;
+  int lane, cta;
+
+  template <int COUNT>  // values per token, a multiple of 4
+  DEV void clear(u16* place, int stride) {
+    const int first = cta * COUNT;
+    for (int i = lane; i < TOKENS * (COUNT / 4); i += 32) {
+      const int token = i / (COUNT / 4), offset = first + i % (COUNT / 4) * 4;
+      if (offset < stride) store_pair((u32*)(place + token * stride + offset), 0xffffffffu, 0xffffffffu);
+    }
+  }
+
+  DEV void clean() {
+    epoch++;
+    asm volatile("bar.sync 2, 544;" ::: "memory");  // the consumers have X_H1
+    u16* const next = vectors + ((epoch + 1) & 1) * VECTOR_VALUES;
+    clear<Qkv::UNITS * 8>(next + X_QKV, QKV_SIZE);
+    clear<ATT_SHARE>(next + X_ATT, Q_SIZE);
+    clear<OWN_ROWS>(next + X_H1, HIDDEN);
+    clear<OWN_ROWS>(next + X_H2, HIDDEN);
+    clear<OWN_FF>(next + X_FF, INTERMEDIATE);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("bar.arrive 3, 544;" ::: "memory");  // the consumers may publish X_H2
+  }
+};
+
 // ---------------------------------------------------------------- consumers
 
 struct Consumer {
@@ -248,11 +297,15 @@ struct Consumer {
   DEV void load_chunk(int chunk) {
     const u32 index = base + chunk, stage = index % STAGES;
     barrier_wait(full + 8 * stage, (index / STAGES) & 1);
-    const uint4* from = (const uint4*)(ring + stage * CHUNK_BYTES + quarter * (M::BLOCKS * 1024)) + lane;
-#pragma unroll
-    for (int i = 0; i < M::BLOCKS * 2; i++) v[i] = from[i * 32];
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + 8 * stage);
+    const uint4* from = (const uint4*)(ring + stage * CHUNK_BYTES + quarter * (M::BLOCKS * 1024)) + lane;
+    u32 mixed = 0;
+#pragma unroll
+    for (int i = 0; i < M::BLOCKS * 2; i++) { v[i] = from[i * 32]; mixed ^= v[i].x; }
+    __syncwarp();
+    // The stage may be refilled only once the loads have returned. An arrival alone does not wait for them: behind a
+    // queue of other loads they can be late by more than a refill. So its address is made of them (p.zero is 0).
+    if (lane == 0) barrier_arrive(empty + 8 * stage + mixed * p.zero);
   }
 
   // The first chunk of a round, taken into registers before the phase's wait: four more free stages meanwhile. A group
@@ -325,85 +378,77 @@ struct Consumer {
     return sum;
   }
 
-  DEV void publish(int word, float value) { store_word(p.exchange + word, bf16_word(value, epoch)); }
+  // This layer's buffer.
+  DEV u16* vectors() { return (u16*)p.exchange + (epoch & 1) * VECTOR_VALUES; }
+
+  DEV void publish(int place, float value) { store_half(vectors() + place, (u16)pack_bf16(value, 0.f)); }
 
   DEV float inverse_rms(int token) {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 16; i++) sum += s.sums_of_squares[token * 16 + i];
+    for (int i = 0; i < NORM_WARPS; i++) sum += s.sums_of_squares[token * NORM_WARPS + i];
     return rsqrtf(sum * (1.f / HIDDEN) + p.eps);
   }
 
-  static constexpr int HIDDEN_TURNS = (HIDDEN / 4 + CONSUMERS - 1) / CONSUMERS;
-  uint2 norm[HIDDEN_TURNS];
-  DEV void load_norm(const u16* weights) {
+  // How the 512 threads share TOKENS vectors of K values, 8 at a time: whole warps per token.
+  template <int K>
+  struct Share {
+    static constexpr int PER_TOKEN = (K + 255) / 256 * 32, TURNS = (TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
+    static constexpr bool IS_EVEN = CONSUMERS % PER_TOKEN == 0 || PER_TOKEN % CONSUMERS == 0;
+  };
+
+  // Eight values of a vector, times the norm's weights if wanted, into xs; returns their sum of squares.
+  template <bool NORMED>
+  DEV float put8(int token, int k8, uint4 a, uint4 weights) {
+    uint4* to = (uint4*)(xs + token * XS_STRIDE) + k8;
+    if (!NORMED) { *to = a; return 0.f; }
+    float squares = 0.f;
+    u32 values[4] = {a.x, a.y, a.z, a.w};
+    const u32 scales[4] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
-    for (int i = 0; i < HIDDEN_TURNS; i++) {
-      const int k4 = t + i * CONSUMERS;
-      norm[i] = k4 * 4 < HIDDEN ? __ldg((const uint2*)weights + k4) : make_uint2(0, 0);
+    for (int i = 0; i < 4; i++) {
+      const float low = low_half(values[i]), high = high_half(values[i]);
+      squares += low * low + high * high;
+      values[i] = pack_bf16(low * low_half(scales[i]), high * high_half(scales[i]));
     }
+    *to = make_uint4(values[0], values[1], values[2], values[3]);
+    return squares;
   }
 
-  // Four values of a vector, times the norm's weights if wanted, into xs; returns their sum of squares.
-  DEV float put4(int token, int k4, u32 v01, u32 v23, bool is_normed, uint2 weights) {
-    uint2* to = (uint2*)(xs + token * XS_STRIDE) + k4;
-    if (!is_normed) { *to = make_uint2(v01, v23); return 0.f; }
-    const float a = low_half(v01), b = high_half(v01), c = low_half(v23), d = high_half(v23);
-    *to = make_uint2(pack_bf16(a * low_half(weights.x), b * high_half(weights.x)), pack_bf16(c * low_half(weights.y), d * high_half(weights.y)));
-    return (a * a + b * b) + (c * c + d * d);
-  }
-
-  // K published values per token, from `words` on, into xs.
-  template <int K, bool NORMED>
-  DEV void take(const u32* words, int stride) {
-    constexpr int TURNS = (K / 4 + CONSUMERS - 1) / CONSUMERS, POLLS = TURNS * TOKENS, BATCH = POLLS < 4 ? POLLS : 4;
-    float squares[TOKENS];
+  // K values per token from `from` on, published ones (which are waited for) or rows of the embedding, into xs, and
+  // their sums of squares.
+  template <int K, bool NORMED, bool EMBEDDING>
+  DEV void take(const u16* from, int stride, const u16* norm) {
+    using S = Share<K>;
+    constexpr int BATCH = S::TURNS < 4 ? S::TURNS : 4;  // loads in flight
 #pragma unroll
-    for (int m = 0; m < TOKENS; m++) squares[m] = 0.f;
-#pragma unroll
-    for (int first = 0; first < POLLS; first += BATCH) {  // BATCH loads are in flight
-      uint4 a[BATCH];
+    for (int first = 0; first < S::TURNS; first += BATCH) {
+      uint4 a[BATCH], weights[NORMED ? BATCH : 1];
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
-        const int i = (first + j) / TOKENS, m = (first + j) % TOKENS, k4 = t + i * CONSUMERS;
-        if (first + j < POLLS && (K % (4 * CONSUMERS) == 0 || k4 * 4 < K)) a[j] = load_words4(words + m * stride + k4 * 4);
+        const int i = t + (first + j) * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
+        a[j] = make_uint4(0, 0, 0, 0);
+        if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
+        if (token < TOKENS && k8 * 8 < K) {
+          if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
+          if (EMBEDDING) a[j] = __ldg((const uint4*)(from + (i64)s.token[token] * HIDDEN) + k8);
+          else a[j] = load_words4((const u32*)(from + token * stride + k8 * 8));
+        }
       }
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
-        const int i = (first + j) / TOKENS, m = (first + j) % TOKENS, k4 = t + i * CONSUMERS;
-        if (first + j < POLLS && (K % (4 * CONSUMERS) == 0 || k4 * 4 < K)) {
-          settle(a[j], words + m * stride + k4 * 4, epoch & 0xffffu);
-          squares[m] += put4(m, k4, (a[j].x >> 16) | (a[j].y & 0xffff0000u), (a[j].z >> 16) | (a[j].w & 0xffff0000u), NORMED, NORMED ? norm[i % HIDDEN_TURNS] : make_uint2(0, 0));
+        const int i = t + (first + j) * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
+        float squares = 0.f;
+        if (token < TOKENS && k8 * 8 < K) {
+          if (!EMBEDDING) settle(a[j], from + token * stride + k8 * 8);
+          squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
+        }
+        if (NORMED && token < TOKENS) {
+          squares = warp_sum(squares);
+          if (lane == 0) s.sums_of_squares[token * NORM_WARPS + k8 / 32] = squares;
         }
       }
     }
-    if (NORMED) put_squares(squares);
-  }
-
-  DEV void put_squares(const float (&squares)[TOKENS]) {
-#pragma unroll
-    for (int m = 0; m < TOKENS; m++) {
-      const float sum = warp_sum(squares[m]);
-      if (lane == 0) s.sums_of_squares[m * 16 + warp] = sum;
-    }
-  }
-
-  DEV void take_embeddings() {
-    float squares[TOKENS];
-#pragma unroll
-    for (int m = 0; m < TOKENS; m++) squares[m] = 0.f;
-#pragma unroll
-    for (int i = 0; i < HIDDEN_TURNS; i++) {
-      const int k4 = t + i * CONSUMERS;
-      if (k4 * 4 < HIDDEN) {
-#pragma unroll
-        for (int m = 0; m < TOKENS; m++) {
-          const uint2 a = __ldg((const uint2*)(p.embedding + (i64)s.token[m] * HIDDEN) + k4);
-          squares[m] += put4(m, k4, a.x, a.y, true, norm[i]);
-        }
-      }
-    }
-    put_squares(squares);
   }
 
   // ------------------------------------------------------------ attention
@@ -576,17 +621,16 @@ struct Consumer {
   // Takes the pair's new q, k and v, normalises, rotates and scales them into shared memory, and stores k and v.
   DEV void take_qkv(int layer, int kv_head, int token, bool stores) {
     constexpr int LANES = HEAD_DIM / 8, ROTATING = (GROUP + 1) * LANES, V_START = (ROTATING + 31) / 32 * 32;
-    const u32* words = p.exchange + X_QKV + token * QKV_SIZE;
+    const u16* vector = vectors() + X_QKV + token * QKV_SIZE;
     u16* k_row = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
     u16* v_row_ = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
     if (t < V_START) {
       const int head = min(t / LANES, GROUP), j = t % LANES;  // the last head is k's
-      const u32* from = words + (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
-      uint4 lo = load_words4(from), hi = load_words4(from + HEAD_DIM / 2);
-      settle(lo, from, epoch & 0xffffu);
-      settle(hi, from + HEAD_DIM / 2, epoch & 0xffffu);
-      float a[4] = {high_half(lo.x), high_half(lo.y), high_half(lo.z), high_half(lo.w)};
-      float b[4] = {high_half(hi.x), high_half(hi.y), high_half(hi.z), high_half(hi.w)};
+      const u16* from = vector + (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
+      uint2 lo, hi;
+      poll_twice4(from, from + HEAD_DIM / 2, lo, hi);
+      float a[4] = {low_half(lo.x), high_half(lo.x), low_half(lo.y), high_half(lo.y)};
+      float b[4] = {low_half(hi.x), high_half(hi.x), low_half(hi.y), high_half(hi.y)};
 #if QK_NORM
       float sum = 0.f;
 #pragma unroll
@@ -616,14 +660,14 @@ struct Consumer {
         *(uint2*)(to + HEAD_DIM / 2 + j * 4) = second;
         if (head == GROUP && stores) { *(uint2*)(k_row + j * 4) = first; *(uint2*)(k_row + HEAD_DIM / 2 + j * 4) = second; }
       }
-    } else if (t < V_START + HEAD_DIM / 4) {
+    } else if (t < V_START + LANES) {
       const int j = t - V_START;
-      const u32* from = words + Q_SIZE + (KV_HEADS + kv_head) * HEAD_DIM + j * 4;
-      uint4 a = load_words4(from);
-      settle(a, from, epoch & 0xffffu);
-      const uint2 value = make_uint2((a.x >> 16) | (a.y & 0xffff0000u), (a.z >> 16) | (a.w & 0xffff0000u));
-      *(uint2*)(s.v_new + j * 4) = value;
-      if (stores) *(uint2*)(v_row_ + j * 4) = value;
+      const u16* from = vector + Q_SIZE + (KV_HEADS + kv_head) * HEAD_DIM + j * 4;
+      uint2 first, second;
+      poll_twice4(from, from + HEAD_DIM / 2, first, second);
+      *(uint2*)(s.v_new + j * 4) = first;
+      *(uint2*)(s.v_new + HEAD_DIM / 2 + j * 4) = second;
+      if (stores) { *(uint2*)(v_row_ + j * 4) = first; *(uint2*)(v_row_ + HEAD_DIM / 2 + j * 4) = second; }
     }
   }
 };
@@ -639,7 +683,7 @@ constexpr int SPLIT_DP = 64, HALVES = HEAD_DIM / SPLIT_DP, SPLIT_TILES = 16 / HA
 constexpr int PAIR_OUTPUTS = GROUP * HEAD_DIM, SPLIT_OUTPUTS = (PAIR_OUTPUTS + SPLITS - 1) / SPLITS;
 static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOATS, "attention's scratch");
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
   u8* const xs = memory + STAGES * CHUNK_BYTES;
   float* const part = (float*)(xs + TOKENS * XS_STRIDE);
@@ -653,7 +697,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
   __syncthreads();
 
   if (tid >= CONSUMERS) {
-    if (tid == CONSUMERS) {
+    if (tid >= CONSUMERS + 32) {
+      Cleaner cleaner{(u16*)p.exchange, p.epochs[cta], tid & 31, cta};
+#pragma unroll 1
+      for (int layer = 0; layer < LAYERS; layer++) cleaner.clean();
+    } else if (tid == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
@@ -671,7 +719,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
 
   Consumer c{p, memory, xs, part, s, full, empty, cta, 0u, 0u};
   c.refresh();
-  c.load_norm(p.norms);
   // A padding row computes token 0 at position 0 of the null page.
   if (tid < TOKENS) {
     const i64 slot = p.slots[tid];
@@ -715,10 +762,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
     // ---- QKV
     c.refresh();
     c.load_first<Qkv>(0, Qkv::CHUNKS);
-    if (layer > 0) {
-      c.load_norm(p.norms + 2 * layer * HIDDEN);
-      c.take<HIDDEN, true>(p.exchange + X_H2, HIDDEN);
-    } else c.take_embeddings();
+    const u16* norm = p.norms + 2 * layer * HIDDEN;
+    if (layer > 0) c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, norm);
+    else c.take<HIDDEN, true, true>(p.embedding, 0, norm);
     c.epoch++;
     consumers_sync();
     if (4 % Qkv::KB == 0) c.load_x<Qkv>(c.group % Qkv::KB * Qkv::CK);
@@ -816,7 +862,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
       if ((!is_direct || split < 2) && first_tile * POSITIONS + row < position) prefetch_l2(rows);
       if (HEAD_DIM == 128 && (!is_direct || split < 2) && first_tile * POSITIONS + row < position) prefetch_l2(rows + 64);
     }
-    c.take<Q_SIZE, false>(p.exchange + X_ATT, Q_SIZE);
+    c.take<Q_SIZE, false, false>(c.vectors() + X_ATT, Q_SIZE, nullptr);
     consumers_sync();
     if (4 % Out::KB == 0) c.load_x<Out>(c.group % Out::KB * Out::CK);
     c.multiply_round<Out>(0, Out::UNITS);
@@ -830,9 +876,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
-    c.load_norm(p.norms + (2 * layer + 1) * HIDDEN);
-    c.take<HIDDEN, true>(p.exchange + X_H1, HIDDEN);
+    c.take<HIDDEN, true, false>(c.vectors() + X_H1, HIDDEN, norm + HIDDEN);
     consumers_sync();
+    asm volatile("bar.arrive 2, 544;" ::: "memory");
     if (4 % Up::KB == 0) c.load_x<Up>(c.group % Up::KB * Up::CK);
 #pragma unroll 1
     for (int first = 0; first < Up::UNITS; first += Up::ROUND) {
@@ -861,14 +907,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
     __syncwarp();
     constexpr int PASS_KB = XS_COLUMNS / DOWN_CK < DOWN_KB ? XS_COLUMNS / DOWN_CK : DOWN_KB, PASSES = (DOWN_KB + PASS_KB - 1) / PASS_KB;
     constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK, LAST_COLUMNS = INTERMEDIATE - (PASSES - 1) * PASS_COLUMNS;
-    static_assert(LAST_COLUMNS > 0 && LAST_COLUMNS % 4 == 0, "passes");
+    static_assert(LAST_COLUMNS > 0 && LAST_COLUMNS % 8 == 0, "passes");
     static_assert(PASSES == 1 || PASS_KB * DOWN_UNITS % 4 == 0, "a pass must keep chunks with their groups");
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
       if (pass > 0) consumers_sync();
-      const u32* words = p.exchange + X_FF + pass * PASS_COLUMNS;
-      if (PASSES > 1 && pass < PASSES - 1) c.take<PASS_COLUMNS, false>(words, INTERMEDIATE);
-      else c.take<LAST_COLUMNS, false>(words, INTERMEDIATE);
+      const u16* from = c.vectors() + X_FF + pass * PASS_COLUMNS;
+      if (PASSES > 1 && pass < PASSES - 1) c.take<PASS_COLUMNS, false, false>(from, INTERMEDIATE, nullptr);
+      else c.take<LAST_COLUMNS, false, false>(from, INTERMEDIATE, nullptr);
       consumers_sync();
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
@@ -879,7 +925,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
       }
     }
     c.base += Down::CHUNKS;
-    consumers_sync();
+    asm volatile("bar.sync 3, 544;" ::: "memory");
     if (owns) {
       residual += c.total<Down>(c.t % OWN_ROWS, c.t / OWN_ROWS);
       c.publish(X_H2 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, residual);
@@ -889,8 +935,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
   // ---- LM head and draw
   c.refresh();
   c.load_first<Head>(0, Head::CHUNKS);
-  c.load_norm(p.norms + 2 * LAYERS * HIDDEN);
-  c.take<HIDDEN, true>(p.exchange + X_H2, HIDDEN);
+  c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, p.norms + 2 * LAYERS * HIDDEN);
   consumers_sync();
   if (4 % Head::KB == 0) c.load_x<Head>(c.group % Head::KB * Head::CK);
   const int token = c.t % TOKENS;
@@ -919,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) tape_step(const 
       }
     }
   }
-  if (c.t == 0) p.epochs[cta] = c.epoch + 1;
+  if (c.t == 0) p.epochs[cta] = c.epoch;
   if (!p.draw) return;
   c.epoch++;
 
