@@ -41,6 +41,7 @@ from tiny_vllm.serving.schemas import (
 from tiny_vllm.serving.service import Service
 from tiny_vllm.text.request_builder import PreparedRequest
 
+JSON, SSE = "application/json", "text/event-stream"
 PAGE_HEADERS = {
     # Nothing from elsewhere, and no other page around it.
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -98,29 +99,34 @@ class Endpoints:
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def register(self, app: FastAPI) -> None:
-        def post(path: str, endpoint: Any, body: type[Body], summary: str) -> None:
-            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-            extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        def add(path: str, endpoint: Any, summary: str, media_types: tuple[str, ...], **options: Any) -> None:
+            content: dict[str, Any] = {media_type: {"schema": {}} for media_type in media_types}
+            answers = {200: {"description": "Success", "content": content}, **ERRORS}
             app.add_api_route(
-                path, endpoint, methods=["POST"], openapi_extra=extra, summary=summary, responses=ERRORS
+                path, endpoint, summary=summary, responses=answers, response_class=Response, **options
             )
 
-        def get(path: str, endpoint: Any, summary: str) -> None:
-            app.add_api_route(path, endpoint, methods=["GET"], summary=summary, responses=ERRORS)
+        def post(path: str, endpoint: Any, body: type[Body], summary: str, *more_types: str) -> None:
+            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+            extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+            add(path, endpoint, summary, (JSON, *more_types), methods=["POST"], openapi_extra=extra)
 
-        post("/v1/completions", self.completions, CompletionBody, "Continue prompts")
-        post("/v1/chat/completions", self.chat_completions, ChatBody, "Answer a conversation")
+        def get(path: str, endpoint: Any, summary: str, media_type: str = JSON) -> None:
+            add(path, endpoint, summary, (media_type,), methods=["GET"])
+
+        post("/v1/completions", self.completions, CompletionBody, "Continue prompts", SSE)
+        post("/v1/chat/completions", self.chat_completions, ChatBody, "Answer a conversation", SSE)
         post("/tokenize", self.tokenize, TokenizeBody, "Text or messages to token ids")
         post("/detokenize", self.detokenize, DetokenizeBody, "Token ids to text")
         get("/v1/models", self.models, "The served model")
         get("/v1/models/{name:path}", self.model, "One model")
         get("/health", self.health, "Whether the engine runs")
         get("/ready", self.ready, "Whether this server should get requests")
-        get("/metrics", self.metrics, "Metrics for Prometheus")
+        get("/metrics", self.metrics, "Metrics for Prometheus", "text/plain")
         get("/version", self.version, "The version of tiny-vllm")
         if self._service.config.live_page:
-            get("/", self.page, "A chat and a live picture of the engine")
-            get("/live", self.live, "What the picture is made of, as server-sent events")
+            get("/", self.page, "A chat and a live picture of the engine", "text/html")
+            get("/live", self.live, "What the picture is made of, as server-sent events", SSE)
 
     async def completions(self, http: Request) -> Response:
         body = await read_body(http, CompletionBody, self._service.config)
@@ -253,8 +259,8 @@ ERROR_SCHEMA = {
     },
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}},
-    "5XX": {"description": "Error", "content": {"application/json": {"schema": ERROR_SCHEMA}}},
+    "4XX": {"description": "Error", "content": {JSON: {"schema": ERROR_SCHEMA}}},
+    "5XX": {"description": "Error", "content": {JSON: {"schema": ERROR_SCHEMA}}},
 }
 
 
@@ -317,7 +323,7 @@ def package_version() -> str:
 
 
 def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type=JSON)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

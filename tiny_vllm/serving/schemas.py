@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from tiny_vllm.serving.errors import schema_error
 from tiny_vllm.serving.parameters import check_unsupported
+from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY
 from tiny_vllm.types import SAMPLING_FIELDS
 
 NULL = {"type": "null"}
@@ -68,6 +69,12 @@ BiasField = Annotated[
 ]
 
 
+def _documented(low: int, high: int | None = None, *, description: str | None = None) -> Any:
+    """A field whose range the OpenAPI document tells; SamplingParams and RequestBuilder check it."""
+    limits: dict[str, Any] = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+    return Field(None, description=description, json_schema_extra=limits)
+
+
 class Body(BaseModel):
     """A request body. allow_inf_nan: JSON has no such numbers, but some parsers take them."""
 
@@ -94,17 +101,17 @@ class GenerationBody(Body):
     # Fields that are renamed or combined before they become sampling parameters.
     SPECIAL: ClassVar[frozenset[str]] = frozenset({"max_tokens", "logprobs", "detokenize"})
 
-    n: int | None = Field(None, description="choices per prompt")
-    max_tokens: int | None = Field(None, description="most tokens per choice")
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    n: int | None = _documented(1, description="choices per prompt")
+    max_tokens: int | None = _documented(0, description="most tokens per choice")
+    min_tokens: int | None = _documented(0)
+    temperature: float | None = _documented(0)
+    top_p: float | None = _documented(0, 1)
+    top_k: int | None = _documented(-1)
+    min_p: float | None = _documented(0, 1)
+    presence_penalty: float | None = _documented(-2, 2)
+    frequency_penalty: float | None = _documented(-2, 2)
+    repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
+    seed: int | None = _documented(-(2**63), 2**64 - 1)
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
@@ -112,13 +119,15 @@ class GenerationBody(Body):
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     logit_bias: BiasField = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _documented(-1)
     skip_special_tokens: bool | None = None
 
     stream: bool | None = Field(None, description="send server-sent events as text is generated")
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(
-        None, description="smaller is more urgent; also the header X-Priority; default 0"
+    priority: int | None = _documented(
+        MIN_PRIORITY,
+        MAX_PRIORITY,
+        description="smaller is more urgent; also the header X-Priority; default 0",
     )
     cache_salt: str | None = Field(None, description="share cached prefixes only under the same salt")
     request_id: str | None = Field(
@@ -138,7 +147,7 @@ class CompletionBody(GenerationBody):
 
     prompt: PromptField = Field(description="text, token ids, or a list of either")
     echo: bool | None = Field(None, description="begin the text with the prompt")
-    logprobs: int | None = Field(None, description="log-probabilities of this many tokens per position")
+    logprobs: int | None = _documented(-1, description="log-probabilities of this many tokens per position")
     add_special_tokens: bool | None = Field(None, description="begin text prompts with BOS (default: true)")
 
 
@@ -146,9 +155,9 @@ class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: MessagesField
-    max_completion_tokens: int | None = Field(None, description="most tokens per choice")
+    max_completion_tokens: int | None = _documented(0, description="most tokens per choice")
     logprobs: bool | None = Field(None, description="return log-probabilities")
-    top_logprobs: int | None = Field(None, description="of this many tokens per position")
+    top_logprobs: int | None = _documented(-1, description="of this many tokens per position")
     add_generation_prompt: bool | None = Field(None, description="open the assistant's turn (default: true)")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
 
