@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python3 benchmarks/gpu_weight_tape.py --output results.json [--model 1b,8b] [--rows 1,2,4,8]
 
-Random weights in a Llama's shape, pages in random order; launches one after another, each drawing tokens. `share`
-counts the weights and the keys and values against the bulk-copy reader timed in the same run.
+Random weights in a Llama's shape, pages in random order; launches one after another, each drawing tokens.
+`share` counts the weights and the keys and values against the bulk-copy reader timed in the same run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from benchmarks.gpu_decode_chain import PAGE_SIZE, make_spec, make_weights
 from benchmarks.gpu_timing import Report
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.slot_inputs import SlotState
+from tiny_vllm.kernels.weight_tape.step import TapeStep
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.rope import rope_table
 from tiny_vllm.models.tape_decode import TapeDecode
-from tiny_vllm.kernels.weight_tape.step import TapeStep
 
 
 def time_steps(

@@ -72,6 +72,9 @@ class EngineConfig:
         None, "plan the next step while one runs, and read tokens a step later; default: on a GPU"
     )
     enforce_eager: bool = _option(False, "do not capture CUDA graphs")
+    weight_tape: bool | None = _option(
+        None, "compute decodes of few sequences on a Hopper GPU in one kernel, holding the weights twice"
+    )
     fused_cpu_decode: bool | None = _option(
         None, "compute decodes on a CPU in one compiled function, holding the weights twice"
     )
@@ -207,6 +210,29 @@ def choose_dtype(dtype: DType, checkpoint_dtype: str) -> Choice:
     if dtype != "auto":
         return Choice("dtype", dtype, "as asked")
     return Choice("dtype", checkpoint_dtype, "the checkpoint's own type")
+
+
+def choose_weight_tape(
+    asked: bool | None, *, obstacle: str | None, tape_bytes: int, free_bytes: int
+) -> Choice:
+    """Whether to keep the weights twice on a GPU for the weight-tape kernel.
+
+    obstacle: why the kernel cannot run here. tape_bytes: the second copy. free_bytes: left for it and the
+    pages. Raises ConfigError when it is demanded and cannot be had.
+    """
+    name = "weight_tape"
+    if asked is False:
+        return Choice(name, False, "as asked")
+    if obstacle is not None:
+        if asked:
+            raise ConfigError(f"weight_tape is True, but {obstacle}", hint="leave it out")
+        return Choice(name, False, obstacle)
+    sizes = f"{tape_bytes / GIB:.2f} GiB of weights held twice"
+    if asked:
+        return Choice(name, True, f"as asked: {sizes}")
+    fits = tape_bytes <= free_bytes // 4
+    limit = f"a quarter of the {free_bytes / GIB:.2f} GiB left for pages"
+    return Choice(name, fits, f"{sizes}, {'within' if fits else 'more than'} {limit}")
 
 
 def choose_fused_cpu_decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from tiny_vllm.config import (
     ModelFacts,
     choose_device,
     choose_fused_cpu_decode,
+    choose_weight_tape,
     page_bytes,
     resolve,
 )
@@ -28,12 +30,15 @@ from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.transfers import transfers_to
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.kernels.cpu_decode import has_numba
+from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.models.tape_decode import TapeDecode, tape_bytes, tape_obstacle
+from tiny_vllm.models.weights import ModelWeights
 from tiny_vllm.weights.checkpoint import Checkpoint, open_checkpoint
 from tiny_vllm.weights.load import load_weights
 
@@ -66,6 +71,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     free_bytes = None
     if device.value == "cuda":
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
+    tape = _choose_tape(config, spec, getattr(torch, dtype), torch.device(str(device.value)), free_bytes or 0)
+    if free_bytes is not None and tape.value:
+        free_bytes = max(free_bytes - tape_bytes(spec, config.page_size), 0)
     facts = ModelFacts(
         spec.dtype, spec.max_position_embeddings, spec.default_model_len, spec.kv_values_per_token
     )
@@ -80,7 +88,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         copied_bytes=(spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype],
         available_bytes=_available_bytes(),
     )
-    resolved = replace(resolved, fused_cpu_decode=bool(fused.value))
+    resolved = replace(resolved, fused_cpu_decode=bool(fused.value), weight_tape=bool(tape.value))
     available = _available_bytes()
     limit = available - weight_bytes if free_bytes is None else free_bytes
     is_known = free_bytes is not None or available > 0
@@ -92,7 +100,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
             f"weights ({weight_bytes / GIB:.2f} GiB) {max(limit, 0) / GIB:.2f} GiB are available",
             hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len",
         )
-    return EnginePlan(checkpoint, resolved, (*choices, fused), weight_bytes)
+    return EnginePlan(checkpoint, resolved, (*choices, tape, fused), weight_bytes)
 
 
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -114,9 +122,9 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     )
     table = SlotTable(config.max_num_seqs, -(-config.max_model_len // config.page_size), device)
     sampler = Sampler(config.max_num_seqs, spec.vocab_size, device)
-    # The decoder takes the weights apart; on a GPU the chain goes on using the same tensors.
-    has_kernels = runs_triton(kv_cache.k) and device.type == "cuda" and spec.fits_decode_chain
-    kept = replace(weights, layers=list(weights.layers)) if has_kernels else None
+    # The decoder takes the weights apart; on a GPU its decode steps go on using the same tensors.
+    has_chain = runs_triton(kv_cache.k) and device.type == "cuda" and spec.fits_decode_chain
+    kept = replace(weights, layers=list(weights.layers)) if has_chain or config.weight_tape else None
     decoder = Decoder(
         spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
     )
@@ -125,9 +133,11 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         state = SlotState(
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
         )
-        chain = DecodeChain(spec, kept, decoder.cos_sin, kv_cache)
-        graphs = DecodeGraphs(chain, state, sampler.temperature, capture=not config.enforce_eager)
-        steppers.append(graphs)
+        if config.weight_tape:
+            steppers += _make_tape(spec, kept, decoder.cos_sin, kv_cache, state, sampler)
+        if has_chain:
+            chain = DecodeChain(spec, kept, decoder.cos_sin, kv_cache)
+            steppers.append(DecodeGraphs(chain, state, sampler.temperature, capture=not config.enforce_eager))
     runner = Runner(
         decoder,
         kv_cache,
@@ -138,6 +148,32 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         steppers=steppers,
     )
     return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
+
+
+def _choose_tape(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, free_bytes: int
+) -> Choice:
+    obstacle = tape_obstacle(spec, config.page_size, dtype, device)
+    size = 0 if obstacle else tape_bytes(spec, config.page_size)
+    return choose_weight_tape(config.weight_tape, obstacle=obstacle, tape_bytes=size, free_bytes=free_bytes)
+
+
+def _make_tape(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    cos_sin: torch.Tensor,
+    kv_cache: KVCache,
+    state: SlotState,
+    sampler: Sampler,
+) -> list[DecodeStepper]:
+    """The weight tape, or nothing where its kernel does not compile."""
+    try:
+        return [TapeDecode(spec, weights, cos_sin, kv_cache, state, sampler.temperature)]
+    except CudaKernelError as error:
+        warnings.warn(
+            f"the weight tape cannot run here, slower kernels take its place: {error}", stacklevel=2
+        )
+        return []
 
 
 def _available_bytes() -> int:

@@ -1,10 +1,13 @@
 """Decode steps of few slots as one launch each: the weight-tape kernel over a model's weights and pages.
 
-The tape is a second copy of the matrices, in the kernel's own order: the products of prefill and of larger batches
-read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B).
+The tape is a second copy of the matrices, in the kernel's own order: the products of prefill and of larger
+batches read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B).
 """
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from tiny_vllm.kernels.cuda.driver import architecture
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, TapeLayout, TapeShape, token_buckets, unsupported
 from tiny_vllm.kernels.weight_tape.pack import TapeMatrices, pack_tape
-from tiny_vllm.kernels.weight_tape.step import TapeModel, TapeStep
+from tiny_vllm.kernels.weight_tape.step import TapeModel, TapeStep, compile_step
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import ModelWeights
@@ -30,6 +33,7 @@ def tape_shape(spec: ModelSpec, page_size: int) -> TapeShape:
         vocab_size=spec.vocab_size,
         page_size=page_size,
         qkv_bias=spec.qkv_bias,
+        qk_norm=spec.qk_norm == "head",
     )
 
 
@@ -49,6 +53,8 @@ def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: t
 
 def spec_obstacle(spec: ModelSpec, page_size: int) -> str | None:
     """The part of `tape_obstacle` that needs no GPU."""
+    if not replace(spec, qk_norm=None).fits_decode_chain or spec.qk_norm == "whole":
+        return f"the kernel does not compute the family {spec.family}"
     if spec.rope.rotary_dim != spec.head_dim:
         return f"only {spec.rope.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
     if spec.output_bias or spec.mlp_bias:
@@ -56,10 +62,16 @@ def spec_obstacle(spec: ModelSpec, page_size: int) -> str | None:
     return unsupported(tape_shape(spec, page_size))
 
 
+def tape_bytes(spec: ModelSpec, page_size: int) -> int:
+    """Memory of the tape."""
+    return TapeLayout.of(tape_shape(spec, page_size)).num_bytes
+
+
 class TapeDecode:
-    """Decode steps of up to `max_rows` slots. Kernels are compiled when a number of rows first needs them.
+    """Decode steps of up to `max_rows` slots: a `DecodeStepper`.
 
     weights: plain matrices, BF16. cos_sin: see `rope_table`. state, temperature: columns of the slot tables.
+    Raises CudaKernelError if a kernel cannot be compiled or loaded here.
     """
 
     def __init__(
@@ -71,34 +83,75 @@ class TapeDecode:
         state: SlotState,
         temperature: Tensor,
     ) -> None:
-        layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
-        norms = [norm for layer in weights.layers for norm in (layer.input_norm, layer.post_attention_norm)]
-        matrices = (
-            TapeMatrices(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in weights.layers
-        )
-        biases = [layer.qkv_bias for layer in weights.layers if layer.qkv_bias is not None]
-        self.layout = layout
-        self._model = TapeModel(
-            layout,
-            tape=pack_tape(layout, matrices, weights.lm_head),
-            norms=torch.stack([*norms, weights.final_norm]),
-            embedding=weights.embedding,
-            cos_sin=cos_sin,
-            k_cache=kv_cache.k,
-            v_cache=kv_cache.v,
-            rms_norm_eps=spec.rms_norm_eps,
-            scale=spec.head_dim**-0.5,
-            qkv_bias=torch.stack(biases) if biases else None,
-        )
+        self.layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
+        self._buckets = token_buckets(self.layout.shape)
         self._state = state
         self._temperature = temperature
-        self._buckets = token_buckets(layout.shape)
+        # Before the tape is written: what cannot run should not take its memory.
+        with ThreadPoolExecutor(len(self._buckets)) as pool:
+            functions = pool.map(
+                lambda bucket: compile_step(self.layout, bucket, temperature.device), self._buckets
+            )
+            self._functions = dict(zip(self._buckets, functions, strict=True))
+        self._model = _tape_model(self.layout, spec, weights, cos_sin, kv_cache)
         self._steps: dict[int, TapeStep] = {}
-        self.max_rows = self._buckets[-1]
+        self._standing: dict[int, Tensor] = {}
+
+    @property
+    def max_rows(self) -> int:
+        return self._buckets[-1]
 
     def step(self, num_rows: int) -> TapeStep:
-        """The kernel for a number of rows up to `max_rows`, compiled and loaded if it is new."""
+        """The kernel for a number of rows up to `max_rows`; allocates its buffers when first asked."""
         bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
         if bucket not in self._steps:
-            self._steps[bucket] = TapeStep(self._model, self._state, self._temperature, bucket)
+            function = self._functions[bucket]
+            self._steps[bucket] = TapeStep(function, self._model, self._state, self._temperature, bucket)
         return self._steps[bucket]
+
+    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
+        step, count = self._place(slots), slots.shape[0]
+        step.draw()
+        return step.tokens[:count], step.is_valid[:count]
+
+    def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
+        step = self._place(slots)
+        step.compute_logits()
+        return step.logits[: slots.shape[0]]
+
+    def _place(self, slots: Tensor) -> TapeStep:
+        """The kernel whose slots are these; the last ones given may still stand there."""
+        count = slots.shape[0]
+        step = self.step(count)
+        bucket = step.slots.shape[0]
+        if self._standing.get(bucket) is not slots:
+            step.slots[:count].copy_(slots)
+            step.slots[count:].fill_(self._temperature.shape[0])
+            self._standing[bucket] = slots
+        return step
+
+
+def _tape_model(
+    layout: TapeLayout, spec: ModelSpec, weights: ModelWeights, cos_sin: Tensor, kv_cache: KVCache
+) -> TapeModel:
+    norms = [norm for layer in weights.layers for norm in (layer.input_norm, layer.post_attention_norm)]
+    qk_norms = [
+        torch.stack((layer.q_norm, layer.k_norm))
+        for layer in weights.layers
+        if layer.q_norm is not None and layer.k_norm is not None
+    ]
+    biases = [layer.qkv_bias for layer in weights.layers if layer.qkv_bias is not None]
+    matrices = (TapeMatrices(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in weights.layers)
+    return TapeModel(
+        layout,
+        tape=pack_tape(layout, matrices, weights.lm_head),
+        norms=torch.stack([*norms, weights.final_norm]),
+        embedding=weights.embedding,
+        cos_sin=cos_sin,
+        k_cache=kv_cache.k,
+        v_cache=kv_cache.v,
+        rms_norm_eps=spec.rms_norm_eps,
+        scale=spec.head_dim**-0.5,
+        qk_norms=torch.stack(qk_norms) if qk_norms else None,
+        qkv_bias=torch.stack(biases) if biases else None,
+    )

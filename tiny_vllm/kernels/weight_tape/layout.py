@@ -1,9 +1,10 @@
 """The weight tape's geometry: who owns which rows, how they are cut into chunks, and what fits into a block.
 
-Every matrix [rows, columns] is cut into units of 8 rows, dealt out evenly to CTAS blocks, and each unit into KB
-chunks of CK columns, a multiple of 256 and at most 1024, so that a chunk is at most 16 KB. Both are padded with
-zeros: `TapeLayout.overhead` says by how much. Inside a chunk come 4 quarters of the columns (one per warp), in a
-quarter blocks of 32 columns, in a block the 8 rows: what a warp loads at once lies together.
+Every matrix [rows, columns] is cut into units of 8 rows, dealt out evenly to CTAS blocks, and each unit
+into KB chunks of CK columns, a multiple of 256 and at most 1024, so that a chunk is at most 16 KB. Both are
+padded with zeros: `TapeLayout.overhead` says by how much. Inside a chunk come 4 quarters of the columns
+(one per warp), in a quarter blocks of 32 columns, in a block the 8 rows: what a warp loads at once lies
+together.
 
 A unit of gate and up holds 4 rows of gate and the 4 rows of up that belong to them.
 """
@@ -145,7 +146,8 @@ def splits(shape: TapeShape, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How a block's shared memory is used for one number of tokens: ring stages, columns of the input vectors held
+    """How a block's shared memory is used for one number of tokens: ring stages, columns of the input
+    vectors held
     at a time, floats of partial sums, bytes in all."""
 
     stages: int

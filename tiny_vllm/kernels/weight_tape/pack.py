@@ -13,7 +13,8 @@ from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, UNIT_ROWS, MatrixLa
 
 @dataclass(frozen=True, slots=True)
 class TapeMatrices:
-    """One layer's: qkv [qkv_size, hidden], output [hidden, q_size], gate_up [2 * intermediate, hidden] (rows of
+    """One layer's: qkv [qkv_size, hidden], output [hidden, q_size], gate_up [2 * intermediate, hidden]
+    (rows of
     gate first), down [hidden, intermediate]."""
 
     qkv: Tensor
@@ -57,8 +58,8 @@ def _append(tape: Tensor, start: int, layout: MatrixLayout, rows: Tensor) -> int
 def pack_matrix(layout: MatrixLayout, rows: Tensor) -> Tensor:
     """rows [rows, columns] in the order of the tape: [values].
 
-    In a chunk of one block: quarter of the columns, 32 columns of each half of the quarter, 16-byte word, row,
-    lane of four, pair of columns, half, column of the pair.
+    In a chunk of one block: quarter of the columns, 32 columns of each half of the quarter, 16-byte word,
+    row, lane of four, pair of columns, half, column of the pair.
     """
     num_units = NUM_BLOCKS * layout.units
     missing_rows = num_units * UNIT_ROWS - rows.shape[0]

@@ -2,13 +2,13 @@
 
     last tokens of 1 to 8 slots -> next tokens, written to the slot tables;  or their logits
 
-`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens, when first needed.
-Formulas are those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32 accumulation; the residual
-stays in FP32. A step reads every weight once: its time is that of reading the tape and the K/V of the contexts, plus
-what the exchanges between blocks cost beyond what the ring hides.
+`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens, when first
+needed. Formulas are those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32
+accumulation; the residual stays in FP32. A step reads every weight once: its time is that of reading the
+tape and the K/V of the contexts, plus what the exchanges between blocks cost beyond what the ring hides.
 
-Rejected: flags and fences between phases (an exchange costs twice as much), a grid-wide barrier (more), weights through
-plain loads (the stream then waits for every exchange). Measurements: LOG.md.
+Rejected: flags and fences between phases (an exchange costs twice as much), a grid-wide barrier (more),
+weights through plain loads (the stream then waits for every exchange). Measurements: LOG.md.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ DIRECT_LIMIT = 512
 class TapeModel:
     """What a step reads besides the slot tables, on one device.
 
-    tape: see `pack`. norms [2 * layers + 1, hidden] BF16: input and post-attention norm of each layer, final norm.
-    qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has them. embedding [vocab,
-    hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages, kv_heads, page_size, head_dim] BF16.
+    tape: see `pack`. norms [2 * layers + 1, hidden] BF16: input and post-attention norm of each layer,
+    final norm. qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has
+    them. embedding [vocab, hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages,
+    kv_heads, page_size, head_dim] BF16.
     """
 
     layout: TapeLayout
@@ -105,17 +106,24 @@ def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaF
 
 
 class TapeStep:
-    """One bucket's kernel with its buffers.
+    """One bucket's kernel, see `compile_step`, with its buffers.
 
-    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64, is_valid
-    [tokens] bool: what a drawing launch writes. logits [tokens, vocab] FP32: what a launch without drawing writes.
-    state, temperature [slots] FP32: the slot tables. Launches must follow one another on one stream.
+    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64,
+    is_valid [tokens] bool: what a drawing launch writes. logits [tokens, vocab] FP32: what a launch without
+    drawing writes. state, temperature [slots] FP32: the slot tables. Launches must follow one another on
+    one stream.
     """
 
-    def __init__(self, model: TapeModel, state: SlotState, temperature: Tensor, tokens: int) -> None:
+    def __init__(
+        self,
+        function: CudaFunction,
+        model: TapeModel,
+        state: SlotState,
+        temperature: Tensor,
+        tokens: int,
+    ) -> None:
         device = model.tape.device
         shape = model.layout.shape
-        function = compile_step(model.layout, tokens, device)
         self.slots = torch.full((tokens,), temperature.shape[0], dtype=torch.int64, device=device)
         self.tokens = torch.empty(tokens, dtype=torch.int64, device=device)
         self.is_valid = torch.empty(tokens, dtype=torch.bool, device=device)
@@ -142,9 +150,9 @@ class TapeStep:
             address(model.embedding), address(model.k_cache), address(model.v_cache), address(model.cos_sin),
             address(state.page_table), address(state.computed_len), address(state.last_token),
             address(state.sample_position), address(state.stream), address(temperature), address(self.slots),
-            address(self._exchange), address(self._epochs), None, address(self.tokens), address(self.is_valid),
-            state.page_table.stride(0), model.k_cache.shape[1], temperature.shape[0], model.rms_norm_eps,
-            model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1, 0,
+            address(self._exchange), address(self._epochs), None, address(self.tokens),
+            address(self.is_valid), state.page_table.stride(0), model.k_cache.shape[1],
+            temperature.shape[0], model.rms_norm_eps, model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1, 0,
         )  # fmt: skip
         self._launch = function.prepare((self._params,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True)
         self.local_bytes = function.local_bytes
