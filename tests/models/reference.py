@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -111,9 +112,13 @@ class PagedDecoder:
         dtype: torch.dtype = torch.float32,
         poison: float | None = None,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.decoder = Decoder(spec, weights, max_model_len=max_model_len)
-        self.kv_cache = KVCache.allocate(spec, num_pages=num_pages, page_size=page_size, dtype=dtype)
+        self.kv_cache = KVCache.allocate(
+            spec, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device
+        )
         if poison is not None:
             self.kv_cache.k.fill_(poison)
             self.kv_cache.v.fill_(poison)
@@ -150,6 +155,7 @@ class PagedDecoder:
             prefill_query_starts=torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)]),
             prefill_context_lens=torch.tensor([s.computed_len for s, _ in chunks], dtype=torch.int64),
         )
+        batch = replace(batch, **{f.name: getattr(batch, f.name).to(self.device) for f in fields(batch)})
         hidden = self.decoder.forward(batch, self.kv_cache)
         return list(self.decoder.logits(hidden).split([length for _, length in work]))
 
