@@ -31,6 +31,8 @@ CASES = (
     (1.3, 50, 0.8, 0.0),
     (4.0, 1500, 0.9, 0.01),
     (1.3, 60, 0.95, 0.02),
+    (0.2, 0, 0.9, 0.0),
+    (0.2, 40, 0.9, 0.0),
 )
 
 
@@ -71,6 +73,18 @@ def test_masked_tokens_stay_masked_and_count_for_nothing(device: torch.device) -
     kept = [row.nonzero().flatten().tolist() for row in logits > -torch.inf]
     # e / (2e + 1) of the mass is 0.42 for the first: the second still begins below one half.
     assert kept == [[5, 2500], [5, 2500], [5, 7, 2500]]
+
+
+def test_of_very_many_equal_tokens_the_first_ones_stay(device: torch.device) -> None:
+    """More than fit among the candidates, and the border between them lies in a later tile."""
+    logits = torch.full((3, 6000), 2.0, device=device)
+    logits[2, 100:] = 1.0
+    temperature = torch.ones(3, device=device)
+    top_k = torch.tensor([5000, 6000, 4200], device=device)
+    top_p = torch.tensor([1.0, 0.5, 1.0], device=device)
+    _launch_mask_filtered(logits, temperature, top_k, top_p, torch.zeros(3, device=device))
+    for row, count in enumerate((5000, 3000, 4200)):
+        assert (logits[row, :count] > -torch.inf).all() and (logits[row, count:] == -torch.inf).all()
 
 
 def test_broken_rows_stay_recognisable_and_spoil_no_other(device: torch.device) -> None:
