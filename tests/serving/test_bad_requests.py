@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ from tiny_vllm.serving.parameters import IGNORED, REFUSED
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     engine = {"max_num_seqs": 4, "max_logprobs": 5, "max_n": 8, "max_model_len": 64, "num_pages": 3}
-    with running_server(engine=engine, max_body_bytes=6 << 20, max_prompts=8, body_timeout=0.3) as server:
+    with running_server(engine=engine, max_body_bytes=6 << 20, max_prompts=8, receive_timeout=0.3) as server:
         yield server
         server.assert_alive()
 
@@ -67,13 +69,38 @@ def test_long_bodies_are_refused(server: RunningServer) -> None:
     assert answer.status == 413 and "max_body_bytes" in answer.error["message"]
 
 
-def test_slow_bodies_are_given_up(server: RunningServer) -> None:
+def exchange(server: RunningServer, *parts: bytes) -> bytes:
+    """Everything the server says to raw bytes, until it hangs up."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: 100\r\n\r\n{"
-        )
-        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+        with contextlib.suppress(OSError):
+            for part in parts:
+                client.sendall(part)
+                time.sleep(0.01)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := client.recv(1000):
+                said += part
+        return said
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def test_slow_requests_are_given_up(server: RunningServer) -> None:
+    assert exchange(server, HEAD + b"content-length: 100\r\n\r\n{").startswith(b"HTTP/1.1 408 ")
+    # Without a whole head there is nobody to answer.
+    assert exchange(server, HEAD) == exchange(server) == b""
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> None:
+    for parts, status in (
+        ([b"nonsense\r\n\r\n"], b"400"),
+        ([HEAD, *[b"x: " + b"y" * 10_000 + b"\r\n"] * 9], b"431"),
+        ([b"GET /" + b"z" * 50_000, b"z" * 50_000, b"z"], b"431"),
+    ):
+        head, _, body = exchange(server, *parts).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_unknown_paths_and_methods(server: RunningServer) -> None:

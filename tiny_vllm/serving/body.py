@@ -18,13 +18,13 @@ async def read_body(http: Request, body_class: type[AnyBody], config: ServerConf
     """Raises ApiError: 408, 413, 415 or 400."""
     _check_headers(http)
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with asyncio.timeout(config.receive_timeout):
             data = await _read(http, config.max_body_bytes)
     except TimeoutError:
         raise ApiError(
             408,
-            f"the body did not arrive within {config.body_timeout:g} seconds\n"
-            "hint: the limit is the server option body_timeout",
+            f"the body did not arrive within {config.receive_timeout:g} seconds\n"
+            "hint: the limit is the server option receive_timeout",
             headers={"connection": "close"},
         ) from None
     return parse_body(body_class, data)

@@ -33,7 +33,9 @@ class ServerConfig:
     max_stop_strings: int = _option(16, "most stop strings in one request", low=1, high=64)
     max_requests: int = _option(4096, "most requests in progress; more are refused with 429", low=1)
     max_requests_per_key: int | None = _option(None, "most requests in progress for one API key", low=1)
-    body_timeout: float = _option(30.0, "seconds a client may take to send a request body", low=0.01)
+    receive_timeout: float = _option(
+        30.0, "seconds a client may take to send the head of a request, and again for its body", low=0.01
+    )
     request_timeout: float | None = _option(None, "seconds until a request is given up", low=0.01)
     stall_timeout: float = _option(
         60.0, "seconds without a sign of life from the engine until /health fails", low=0.1

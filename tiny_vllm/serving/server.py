@@ -6,6 +6,7 @@ seconds; the second one ends at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import signal
@@ -23,11 +24,18 @@ from tiny_vllm.errors import ConfigError, TinyVLLMError
 from tiny_vllm.serving.app import create_app
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
+from tiny_vllm.serving.protocol import limited_protocol
 from tiny_vllm.serving.service import ServedModel, Service
 from tiny_vllm.weights.checkpoint import open_checkpoint
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 30
+TCP_OPTIONS = {
+    "TCP_KEEPIDLE": 30,  # seconds of silence before asking
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 120_000,  # milliseconds that data may stay unread
+}
 
 
 def serve(
@@ -44,7 +52,8 @@ def serve(
     with listening_socket(config.host, config.port) as listener:
         address = listener.getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        print(f"{model.name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind stderr is no reason not to serve
+            print(f"{model.name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
         server = Server(service)
         server.run(sockets=[listener])
     if server.start_failure is not None:
@@ -77,6 +86,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host {host!r} is no address of this machine: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_lost_peers(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -87,6 +97,14 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _notice_lost_peers(listener: socket.socket) -> None:
+    """Have the system close connections whose other side is gone without a word. They inherit this."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in TCP_OPTIONS.items():
+        if hasattr(socket, name):  # not every system has all of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Server(uvicorn.Server):
     """uvicorn, with our way to stop. start_failure: why the engine could not even start."""
 
@@ -95,8 +113,10 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             create_app(service, on_engine_end=self._stop_without_engine),
             log_config=None,
+            log_level=logging.getLogger("tiny_vllm").getEffectiveLevel() + 10,
             access_log=logging.getLogger("tiny_vllm").isEnabledFor(logging.INFO),
             server_header=False,
+            http=limited_protocol(service.config.receive_timeout),
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=service.config.drain_timeout,  # type: ignore[arg-type]

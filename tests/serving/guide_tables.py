@@ -1,0 +1,73 @@
+"""The tables of docs/guides/serving.md, made from the code.
+
+python -m tests.serving.guide_tables    # writes them
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tiny_vllm.cli.options import _sampling_helps
+from tiny_vllm.serving.config import ServerConfig
+from tiny_vllm.serving.parameters import IGNORED, REFUSED
+from tiny_vllm.serving.schemas import ChatBody, CompletionBody
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
+
+
+def options_table() -> str:
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for option in fields(ServerConfig):
+        flag = "--" + option.name.replace("_", "-")
+        rows.append(f"| `{flag}` | {_default(option.default)} | {option.metadata['help']} |")
+    return "\n".join(rows)
+
+
+def parameters_table() -> str:
+    rows = ["| parameter | completions | chat | remark |", "|---|---|---|---|"]
+    completion, chat, sampling = CompletionBody.model_fields, ChatBody.model_fields, _sampling_helps()
+    for name in sorted({*completion, *chat, *REFUSED, *IGNORED}):
+        remark = _description(completion.get(name)) or _description(chat.get(name)) or sampling.get(name, "")
+        if name in REFUSED and not remark:
+            neutral = ", ".join(f"`{_json(value)}`" for value in REFUSED[name].neutral)
+            remark = REFUSED[name].reason + (f"; {neutral} is accepted" if neutral else "")
+        remark = remark or IGNORED.get(name, "")
+        rows.append(f"| `{name}` | {_status(name, completion)} | {_status(name, chat)} | {remark} |")
+    return "\n".join(rows)
+
+
+def filled(text: str) -> str:
+    """The guide with its tables made anew."""
+    for name, table in (("options", options_table()), ("parameters", parameters_table())):
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+        assert count == 1, f"the guide has no place for the table of {name}"
+    return text
+
+
+def _status(name: str, known: dict[str, Any]) -> str:
+    if name in known:
+        return "yes"
+    return "accepted, no effect" if name in IGNORED else "refused"
+
+
+def _description(field: Any) -> str:
+    return "" if field is None or field.description is None else field.description
+
+
+def _default(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value in (None, ()) else f"`{value}`"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(filled(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
