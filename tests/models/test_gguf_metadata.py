@@ -204,6 +204,7 @@ def test_gguf_without_a_window_has_one_rope_for_all_layers() -> None:
 def test_gguf_of_the_largest_gemma_scales_attention_by_its_width() -> None:
     metadata = {key.replace("llama.", "gemma2."): value for key, value in GGUF.items()}
     metadata |= {"general.architecture": "gemma2", "gemma2.attention.key_length": 64}
+    metadata |= {"gemma2.context_length": 8192}
     small = spec_from_gguf(metadata, GGUF_SHAPES, dtype="bfloat16")
     large = spec_from_gguf({**metadata, "gemma2.block_count": 46}, GGUF_SHAPES, dtype="bfloat16")
     assert small.attention_scale is None
@@ -212,7 +213,7 @@ def test_gguf_of_the_largest_gemma_scales_attention_by_its_width() -> None:
 
 
 def test_gguf_llama_files_of_relatives_are_told_by_their_keys() -> None:
-    assert gguf_spec({"llama.attention.sliding_window": 4096}).family == "mistral"
+    assert gguf_spec({"llama.attention.sliding_window": 1024}).family == "mistral"
     experts = {"llama.expert_count": 8, "llama.expert_used_count": 2}
     spec = gguf_spec(experts)
     assert (spec.family, spec.experts.num_experts, spec.experts.intermediate_size) == ("mixtral", 8, 11008)

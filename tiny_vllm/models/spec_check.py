@@ -16,7 +16,9 @@ def divide(hidden_size: int, num_heads: int, name: str) -> int:
 
 
 def checked(spec: ModelSpec) -> ModelSpec:
-    """The spec, with a scale of attention that is the usual one left to None. Raises ModelError."""
+    """The spec, without traits that change nothing: the usual scale of attention, and a window that no
+    sequence outgrows. Raises ModelError.
+    """
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(
             f"{spec.num_heads} attention heads cannot be shared evenly by {spec.num_kv_heads} key-value heads"
@@ -31,4 +33,7 @@ def checked(spec: ModelSpec) -> ModelSpec:
         raise ModelError(f"{experts.num_active} experts per token are more than the {experts.num_experts}")
     if spec.attention_scale == spec.head_dim**-0.5:
         spec = replace(spec, attention_scale=None)
+    window = spec.sliding_window
+    if window is not None and window >= spec.max_position_embeddings and spec.sliding_rope is None:
+        spec = replace(spec, sliding_window=None, sliding_layers=())
     return spec
