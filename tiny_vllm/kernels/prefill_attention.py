@@ -116,13 +116,24 @@ def prefill_attention_ref(
     output = torch.empty_like(q)
     for index, context_len in enumerate(context_lens.tolist()):
         one = slice(index, index + 1)
-        rows = token_rows(page_table[one], context_lens[one], context_len, num_kv_heads, page_size)
+        # Everything before what the chunk's first query sees is left where it is.
+        first = 0
+        if window is not None:
+            first = max(context_len - (starts[index + 1] - starts[index]) - window + 1, 0)
+        rows = token_rows(
+            page_table[one],
+            context_lens[one],
+            context_len - first,
+            num_kv_heads,
+            page_size,
+            torch.full_like(context_lens[one], first),
+        )
         keys, values = gather_tokens(k_cache, rows[0]), gather_tokens(v_cache, rows[0])
         keys, values = keys.float().unsqueeze(1), values.float().unsqueeze(1)
         for start in range(starts[index], starts[index + 1], QUERY_TILE):
             tile = slice(start, min(start + QUERY_TILE, starts[index + 1]))
             queries = q[tile].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
-            first_position = context_len - starts[index + 1] + start
+            first_position = context_len - first - starts[index + 1] + start
             queries = queries.permute(1, 2, 0, 3).float()
             attended = _attend_tile(
                 queries, keys, values, scale, first_position, window=window, softcap=softcap, sinks=sinks
