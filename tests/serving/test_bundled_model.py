@@ -105,6 +105,17 @@ def test_a_repeated_prompt_is_cached_unless_the_salt_differs(client: openai.Open
     assert cached("a") > 30
 
 
+def test_a_client_that_left_leaves_its_prefix_behind(client: openai.OpenAI, server: RunningServer) -> None:
+    options: Any = dict(model=MODEL, prompt="This prompt is of someone in a hurry. " * 12, max_tokens=4000)
+    options["extra_body"] = {"ignore_eos": True}
+    with client.completions.create(**options, stream=True) as stream:
+        next(iter(stream))
+    wait_until(server.is_idle, 5)
+    again = client.completions.create(**{**options, "max_tokens": 1})
+    assert again.usage is not None and again.usage.prompt_tokens_details is not None
+    assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= again.usage.prompt_tokens - 16
+
+
 def test_a_prompt_is_scored_with_and_without_a_warm_cache(client: openai.OpenAI) -> None:
     def score() -> Any:
         return client.completions.create(
