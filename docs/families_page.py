@@ -32,8 +32,8 @@ understood. `tiny-vllm info --model MODEL` prints what was understood without lo
 PATHS = """\
 **Steps.** *fused* families decode by one compiled function on a CPU and by one chain of kernels, captured as
 a CUDA graph, on a GPU. *by operator* families go through `models/decoder.py` operator by operator, where soft
-caps and attention sinks are computed by the reference in torch. A sliding window that `max_model_len` does
-not exceed is no window, but a checkpoint that states one goes by operator all the same.
+caps and attention sinks are computed by the reference in torch. A window as long as the model's context is
+no window; one as long as `max_model_len` hides nothing, but its model goes by operator all the same.
 """
 
 LONG_ROPE = """\

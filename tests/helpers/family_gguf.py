@@ -33,19 +33,21 @@ PAIRED = ("llama", "granite", "smollm3")
 OFFSET_NORMS = ("gemma2", "gemma3")
 
 
-def write_family_gguf(path: Path, model: Any, *, metadata: dict[str, Any] | None = None) -> None:
-    """Write a model of `tiny_families` in F32. metadata: keys to add or replace; None leaves one out."""
-    from gguf import GGUFWriter
+def write_family_gguf(path: Path, model: Any, *, kind: str = "F32") -> None:
+    """Write a model of `tiny_families`. kind: storage type of the matrices; vectors are F32."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
 
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, architecture)
     fields = {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
-    for key, value in {**fields, **_vocabulary(config), **(metadata or {})}.items():
+    for key, value in {**fields, **_vocabulary(config)}.items():
         if value is not None:
             add_metadata(writer, key, value)
     for name, array in _tensors(model, architecture).items():
-        writer.add_tensor(name, np.ascontiguousarray(array))
+        stored = GGMLQuantizationType[kind if array.ndim > 1 and name.endswith("weight") else "F32"]
+        writer.add_tensor(name, quantize(np.ascontiguousarray(array), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

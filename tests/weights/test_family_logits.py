@@ -106,6 +106,24 @@ def test_a_gguf_file_computes_the_same(case: str, tmp_path: Path) -> None:
     assert_close(logits, all_logits(model, prompt()))
 
 
+@pytest.mark.parametrize("case", ["mixtral", "granite", "gemma3", "phi3"])
+def test_quantised_matrices_of_every_shape_and_row_order(case: str, tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    # Rows of 64 and 96 values are whole blocks of 32; heads of 32 make those of the output product so too.
+    model = make_tiny_model(case, head_dim=32, **(dict(query_pre_attn_scalar=32) if case == "gemma3" else {}))
+    stored = GGMLQuantizationType.Q8_0
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            # The format keeps what it has itself made of a block.
+            values = dequantize(quantize(parameter.detach().numpy(), stored), stored)
+            parameter.data.copy_(torch.from_numpy(values.reshape(parameter.shape)))
+    write_family_gguf(tmp_path / "model.gguf", model, kind="Q8_0")
+    _, logits = load(tmp_path / "model.gguf").generate(prompt(), 1)
+    assert_close(logits, all_logits(model, prompt()))
+
+
 def test_longrope_uses_the_short_factors_where_nothing_longer_is_allowed(tmp_path: Path) -> None:
     model = make_tiny_model("phi3 longrope")
     paged = load(save(tmp_path, model), max_model_len=ORIGINAL_LEN)
