@@ -8,13 +8,13 @@ norm_weight [K] of any float type. FP32 accumulation, one rounding at the end. M
 weights for 2 * M * N * K FLOPs: memory-bound for all M this is used with, so reading W is the whole cost.
 
 Design. A program owns some rows of W and the whole of K, so sums have one fixed order and no atomics. Weights
-go straight to registers, two tiles ahead, and are marked evict-first: they are used once, and what the L2
-cache should keep is activations and keys. The first two tiles are loaded before the wait for the predecessor,
+go straight to registers, some tiles ahead, and are marked evict-first: they are used once, and what the L2
+cache should keep is activations and keys. The first tiles are loaded before the wait for the predecessor,
 which takes the latency of memory out of the chain: 894 us per step of a Llama-3.2-1B shape became 714 (H200).
 Every program computes the norm of x again, which costs less than a kernel that does it once.
 
 One row is multiplied by FMA, with a tree sum over the lanes at the end. From two rows on, tensor cores take
-the weights as their 16-row operand and the rows of x, padded to 8 or 16, as columns; the warps split K among
+the weights as their 16-row operand and the rows of x, padded to 8, as columns; the warps split K among
 them (a batched product whose batch is the warps), so that few rows of W per program still occupy every warp.
 
 Rejected: split-K over programs (needs atomics or another kernel), staging weights through shared memory with
@@ -44,24 +44,32 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Beyond this many rows x, re-read by every program, outweighs the matrix, and cuBLAS is used.
-MAX_SMALL_ROWS = 16
+# With more rows x, re-read by every program, outweighs the matrix, see `tiled_linear`. 16 rows of
+# Llama-3.2-1B on an H200, us: QKV 6.3 here and 5.4 there, output 4.7 and 3.8, gate and up 21.1 and 17.3, down
+# 13.3 and 10.1, LM head 146 and 124; there, two kernels of 1.7 more.
+MAX_SMALL_ROWS = 8
 
-# One row. (longest K, (values of K per tile, warps)): a whole row of the matrix in one tile as long as the
-# registers allow, so that all of a program's loads are in flight before the wait.
-ONE_ROW_TILES = ((2048, (2048, 4)), (4096, (4096, 4)), (8192, (8192, 8)))
-# 128 weights (64 registers) per thread and tile: with 4 warps, 16 KB per program in flight, and 6 to 8
-# programs on a multiprocessor, which leaves room for the next kernel's programs to start early.
-ONE_ROW_VALUES_PER_THREAD = 128
-# (fewest rows of W, factor): the LM head streams for 100 us, so ramps matter less than in-flight bytes.
-ONE_ROW_TALL_MATRIX = (32768, 2)
-# At least this many programs if the matrix has the rows for them: about two per multiprocessor of an H200.
-MIN_PROGRAMS = 256
+# One row. (longest K, (rows of W, values of K per tile, tiles ahead, warps)): whole rows of the matrix in one
+# tile, so that all of a program's loads are in flight before the wait. In us on an H200 with cold weights
+# (QKV, output, gate and up, LM head): 4 rows by 2 warps 4.1, 3.1, 16.8, 115; 8 by 4 4.2, 3.6, 17.0, 115.
+# Down: 2 rows by 8 warps 9.1, 4 by 8 10.1, 2 by 4 9.5. More in
+# benchmarks/results/2026-11-29-h200-chain-tiles.json.
+ONE_ROW_TILES = (
+    (2048, (4, 2048, 1, 2)),
+    (4096, (4, 4096, 1, 4)),
+    (8192, (2, 8192, 1, 8)),
+    (1 << 40, (8, 2048, 2, 4)),
+)
 
-# Several rows. (most rows of x, (values of K per tile, tiles ahead, warps)): a thread of 128 holds
-# 32 registers of weights per tile of 512 values.
-DOT_TILES = ((8, (512, 2, 4)), (16, (512, 2, 4)), (64, (256, 2, 4)))
-DOT_BLOCK_N = 16
+# Several rows, for tensor cores, likewise; 2 and 8 rows of x, us. A thread of 128 holds 32 registers of
+# weights per tile of 16 x 512.
+DOT_TILES = (
+    (4096, (16, 512, 4, 4)),  # QKV 4.9, 5.1; output 3.5, 3.8. 3 tiles ahead 5.3, 5.5; 3.7, 4.0
+    (1 << 40, (16, 512, 8, 8)),  # down 10.1, 10.9. 4 tiles ahead 10.2, 11.5
+)
+# From so many rows of W on: gate and up 18.8, 19.5 (32 x 512, 2 ahead, 4 warps: 18.5, 19.0); LM head 120,
+# 122.
+DOT_TALL_MATRIX = (8192, (16, 256, 4, 2))
 
 
 def norm_linear_ref(
@@ -406,25 +414,24 @@ def _norm_linear_kernel(
 def choose_tiles(num_rows: int, num_weight_rows: int, K: int) -> dict[str, int]:
     """BLOCK_M, BLOCK_N, BLOCK_K, DEPTH, NUM_SPLITS and num_warps."""
     if num_rows == 1:
-        limit, num_warps = next((value for top, value in ONE_ROW_TILES if top >= K), ONE_ROW_TILES[0][1])
-        block_k = _fit(K, limit)
-        values = ONE_ROW_VALUES_PER_THREAD * 32 * num_warps
-        if num_weight_rows >= ONE_ROW_TALL_MATRIX[0]:
-            values *= ONE_ROW_TALL_MATRIX[1]
-        most = max(num_weight_rows // MIN_PROGRAMS, 2)
-        block_n = min(values // block_k, 1 << (most.bit_length() - 1))
+        block_n, limit, depth, num_warps = _look_up(ONE_ROW_TILES, K)
         return dict(
-            BLOCK_M=1, BLOCK_N=max(block_n, 2), BLOCK_K=block_k, DEPTH=2, NUM_SPLITS=1, num_warps=num_warps
+            BLOCK_M=1, BLOCK_N=block_n, BLOCK_K=_fit(K, limit), DEPTH=depth, NUM_SPLITS=1, num_warps=num_warps
         )
-    limit, depth, num_warps = next(value for top, value in DOT_TILES if top >= num_rows)
+    tall = num_weight_rows >= DOT_TALL_MATRIX[0]
+    block_n, limit, depth, num_warps = DOT_TALL_MATRIX[1] if tall else _look_up(DOT_TILES, K)
     return dict(
         BLOCK_M=max(next_power_of_2(num_rows), 8),
-        BLOCK_N=DOT_BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_K=max(_fit(K, limit), 32 * num_warps),
         DEPTH=depth,
         NUM_SPLITS=num_warps,
         num_warps=num_warps,
     )
+
+
+def _look_up(table: tuple[tuple[int, tuple[int, int, int, int]], ...], K: int) -> tuple[int, int, int, int]:
+    return next(tiles for longest, tiles in table if longest >= K)
 
 
 def _fit(K: int, limit: int) -> int:

@@ -9,10 +9,11 @@ c bends each scaled score s to c * tanh(s / c); sinks [Hq] FP32 are one more sco
 Moves 2 * sum(context_lens) * Hkv * D values for 4 * sum(context_lens) * Hq * D FLOPs: memory-bound.
 
 The Triton kernel takes a program per sequence, KV head and part of the context, and a second kernel joins the
-parts. The query heads of a KV head are rows of one tensor-core product, so keys are read once. How a context
-is split depends on its length alone, never on the batch, so a sequence's result does not either; the grid
-depends on neither (programs without work leave at once), so one CUDA graph serves all lengths. Keys and
-values of earlier steps are loaded before the wait for the preceding kernel. Joining in the last program to
+parts. The query heads of a KV head are rows of one tensor-core product, so keys are read once. Into how many
+parts contexts are split depends on the numbers of sequences and heads and on the longest context that a
+launch allows for, never on the contexts themselves (programs without work leave at once), so one CUDA graph
+serves all lengths. Keys and values of earlier steps are loaded before the wait for the preceding kernel; the
+newest token's start the online softmax, as its first step, by themselves. Joining in the last program to
 arrive instead of a second kernel was 45 us slower per step (16 layers, H200): a serial tail behind an atomic.
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; pages, Kwon et al. 2023, arXiv
 2309.06180.
@@ -62,11 +63,15 @@ MIN_GROUP_LEN = 512
 # thread each. (largest padded head size, warps)
 TILE_LEN = 64
 TILE_WARPS = ((64, 4), (128, 4), (256, 8))
-TILE_STAGES = 2
-# A context is split until there are so many programs, two per multiprocessor of an H200, but never into parts
-# shorter than a tile; and always into parts of at most so many tokens, so that one long context among short
-# ones is not the last to finish by far.
-MIN_PROGRAMS = 256
+# (longest context, stages): 64 sequences of 384 tokens 16.7 us with 2 stages, 17.4 with 3; of 1100, 43.6 with
+# 3.
+TILE_STAGES = ((1024, 2), (1 << 40, 3))
+# A context is split until there are so many programs, four per multiprocessor of an H200, but never into
+# parts shorter than a tile; and always into parts of at most so many tokens, so that one long context among
+# short ones is not the last to finish by far. 8 sequences of 4096 tokens:
+# 8 parts 23.7 us, 16 26.0, 32 29.1. 16 of 640: 2 parts 13.2, 4 parts 11.4, 8 parts 11.0. 64 of 384:
+# 1 part 16.7, 2 parts 20.4.
+MIN_PROGRAMS = 512
 MAX_PART_LEN = 4096
 MAX_PARTS = 64
 JOIN_WARPS = 2
@@ -117,7 +122,8 @@ def choose_tiles(num_programs: int, longest: int, block_dim: int) -> AttentionTi
     wanted = max(ceil_div(MIN_PROGRAMS, num_programs), ceil_div(longest, MAX_PART_LEN))
     parts = min(wanted, ceil_div(longest, TILE_LEN), MAX_PARTS)
     num_warps = next(warps for limit, warps in TILE_WARPS if limit >= block_dim)
-    return AttentionTiles(TILE_LEN, next_power_of_2(parts), num_warps, TILE_STAGES)
+    num_stages = next(stages for limit, stages in TILE_STAGES if limit >= longest)
+    return AttentionTiles(TILE_LEN, next_power_of_2(parts), num_warps, num_stages)
 
 
 def prepare_decode_attention(
@@ -264,7 +270,7 @@ def _attend_by_products(
 
 
 @jit
-def _part_of_context(context_len, part, WINDOW: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr):
+def part_of_context(context_len, part, WINDOW: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr):
     """First token and length of the visible context, and first and end token of one part of it."""
     begin = 0
     if WINDOW > 0:
@@ -291,7 +297,7 @@ def _load_tile(
 @jit
 def _add_tile(q, keys, values, is_visible, maximum, total, output, scale):
     """One step of the online softmax, in base 2: q [G, D], keys and values [TILE, D], is_visible [TILE]."""
-    scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * (scale * LOG2_E)
+    scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * scale
     scores = tl.where(is_visible[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - new_maximum[:, None])
@@ -299,6 +305,76 @@ def _add_tile(q, keys, values, is_visible, maximum, total, output, scale):
     total = total * shrink + tl.sum(weights, 1)
     output = dot(weights.to(values.dtype), values, output * shrink[:, None])
     return new_maximum, total, output
+
+
+@jit
+def first_keys_and_values(
+    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A part's first tile, as far as earlier steps wrote it, so that it may be loaded before the wait."""
+    dims = tl.arange(0, BLOCK_DIM)
+    positions = start + tl.arange(0, TILE)
+    keys = _load_tile(
+        k_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+    )
+    values = _load_tile(
+        v_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
+    )
+    return keys, values
+
+
+@jit
+def attend_part(
+    q, newest_key, newest_value, holds_newest, keys, values,
+    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Largest score, sum of weights and weighted sum of values of a part: [G], [G], [G, BLOCK_DIM].
+
+    q [G, BLOCK_DIM]; keys and values [TILE, BLOCK_DIM] of start ..; the part ends at `before`, and with the
+    newest token, whose key and value [BLOCK_DIM] are given, if it holds that.
+    """
+    scale = scale * LOG2_E
+    # A part is never empty: it holds the newest token or, in its first tile, an older one, and the maximum is
+    # finite from then on.
+    score = tl.sum(q.to(tl.float32) * newest_key.to(tl.float32)[None, :], 1) * scale
+    maximum = tl.where(holds_newest, score, float("-inf"))
+    total = tl.zeros(score.shape, tl.float32) + tl.where(holds_newest, 1.0, 0.0)
+    output = tl.where(holds_newest, newest_value.to(tl.float32), 0.0)[None, :] + tl.zeros(q.shape, tl.float32)
+    positions = start + tl.arange(0, TILE)
+    maximum, total, output = _add_tile(q, keys, values, positions < before, maximum, total, output, scale)
+    for tile_start in tl.range(start + TILE, before, TILE):
+        positions = tile_start + tl.arange(0, TILE)
+        keys, values = first_keys_and_values(
+            k_cache_ptr, v_cache_ptr, page_table_ptr, tile_start, before, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+        )  # fmt: skip
+        maximum, total, output = _add_tile(q, keys, values, positions < before, maximum, total, output, scale)
+    return maximum, total, output
+
+
+@jit
+def store_part(
+    output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each; with a single part, the
+    output itself. q_row [G]: the heads' rows."""
+    head = tl.arange(0, BLOCK_GROUP)
+    dims = tl.arange(0, BLOCK_DIM)
+    mask = (head < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    if MAX_PARTS == 1:
+        output = (output / total[:, None]).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)
+    else:
+        part_row = q_row * MAX_PARTS + part
+        tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=mask)
+        tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
+        tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
 
 
 @jit
@@ -326,69 +402,48 @@ def _attend_part_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts). Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each;
-    with a single part, the output itself."""
+    """Grid (B, Hkv, parts)."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     if PDL:
         launch_dependents()
     context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    start, end = _part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
     if start >= end:
         return
     table_row = tl.load(table_rows_ptr + sequence).to(tl.int64) if HAS_ROWS else sequence.to(tl.int64)
     page_table_ptr += table_row * table_width
 
     # What earlier steps wrote may be loaded now; the newest token's key and value only after the wait.
-    dims = tl.arange(0, BLOCK_DIM)
     newest = context_len - 1
-    positions = start + tl.arange(0, TILE)
     before = tl.minimum(end, newest)
-    keys = _load_tile(
-        k_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-    )
-    values = _load_tile(
-        v_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-    )
+    keys, values = first_keys_and_values(
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+    )  # fmt: skip
     newest_page = tl.load(page_table_ptr + newest // PAGE_SIZE).to(tl.int64)
     newest_row = ((newest_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + newest % PAGE_SIZE) * HEAD_DIM
     if PDL:
         wait_for_predecessor()
 
     head = tl.arange(0, BLOCK_GROUP)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_DIM
     q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
-    is_q = (head < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_q = (head < GROUP)[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
-    newest_key = tl.load(k_cache_ptr + newest_row + dims, mask=dims < HEAD_DIM, other=0.0)
-    newest_value = tl.load(v_cache_ptr + newest_row + dims, mask=dims < HEAD_DIM, other=0.0)
-    is_newest = (positions == newest)[:, None]
-    keys = tl.where(is_newest, newest_key[None, :], keys)
-    values = tl.where(is_newest, newest_value[None, :], values)
-
-    # A part is never empty, so the running maximum is finite from the first tile on.
-    maximum = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_GROUP,), tl.float32)
-    output = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
-    maximum, total, output = _add_tile(q, keys, values, positions < end, maximum, total, output, scale)
-    for tile_start in tl.range(start + TILE, end, TILE):
-        positions = tile_start + tl.arange(0, TILE)
-        keys = _load_tile(
-            k_cache_ptr, page_table_ptr, positions, end, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-        )
-        values = _load_tile(
-            v_cache_ptr, page_table_ptr, positions, end, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-        )
-        maximum, total, output = _add_tile(q, keys, values, positions < end, maximum, total, output, scale)
-
-    if MAX_PARTS == 1:
-        output = (output / total[:, None]).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], output, mask=is_q)
-    else:
-        part_row = q_row * MAX_PARTS + part
-        tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=is_q)
-        tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
-        tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
+    newest_key = tl.load(k_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
+    newest_value = tl.load(v_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
+    maximum, total, output = attend_part(
+        q, newest_key, newest_value, end > newest, keys, values,
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+    )  # fmt: skip
+    store_part(
+        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
+        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+    )  # fmt: skip
 
 
 @jit
@@ -411,7 +466,7 @@ def _join_parts_kernel(
         launch_dependents()
     context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
     part = tl.arange(0, MAX_PARTS)
-    start, end = _part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
     is_part = start < end
     dims = tl.arange(0, BLOCK_DIM)
     if PDL:
@@ -425,6 +480,50 @@ def _join_parts_kernel(
     shrink = tl.exp2(maxima - tl.max(maxima, 0))
     output = tl.sum(outputs * shrink[:, None], 0) / tl.sum(totals * shrink, 0)
     tl.store(output_ptr + row * HEAD_DIM + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """Where the programs of one launch leave what `join` puts together; constants: of both kernels."""
+
+    tiles: AttentionTiles
+    outputs: Tensor
+    sums: Tensor
+    constants: dict[str, int]
+
+    @staticmethod
+    def make(output: Tensor, num_kv_heads: int, longest: int, window: int | None) -> AttentionParts:
+        """output [B, Hq, D]; longest: no context, or window, is longer."""
+        num_sequences, num_heads, head_dim = output.shape
+        block_dim = next_power_of_2(head_dim)
+        tiles = choose_tiles(num_sequences * num_kv_heads, longest, block_dim)
+        outputs = sums = output
+        if tiles.max_parts > 1:
+            sizes = (num_sequences, num_heads, tiles.max_parts)
+            outputs = torch.empty(*sizes, block_dim, dtype=torch.float32, device=output.device)
+            sums = torch.empty(*sizes, 2, dtype=torch.float32, device=output.device)
+        constants = dict(
+            HEAD_DIM=head_dim,
+            WINDOW=window or 0,
+            TILE=tiles.tile_len,
+            MAX_PARTS=tiles.max_parts,
+            BLOCK_DIM=block_dim,
+        )
+        return AttentionParts(tiles, outputs, sums, constants)
+
+    def join(self, output: Tensor, context_lens: Tensor, pdl: bool) -> None:
+        """Write output [B, Hq, D], unless it is there already because there was one part."""
+        if self.tiles.max_parts == 1:
+            return
+        _join_parts_kernel[output.shape[:2]](
+            output,
+            self.outputs,
+            self.sums,
+            context_lens,
+            PDL=pdl,
+            **self.constants,
+            **launch_options(JOIN_WARPS, pdl),
+        )
 
 
 def _attend_pages_ref(
@@ -466,31 +565,17 @@ def attend_pages(
     spares programs. window: a query sees that many newest tokens, itself included. pdl: see `triton_support`;
     context_lens, page_table and table_rows must then be complete before the preceding kernel starts.
     """
-    num_sequences, num_heads, head_dim = q.shape
+    num_sequences, num_heads, _ = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
-    block_dim = next_power_of_2(head_dim)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
-    tiles = choose_tiles(num_sequences * num_kv_heads, longest, block_dim)
     output = torch.empty_like(q)
-    part_output = part_sums = output
-    if tiles.max_parts > 1:
-        sizes = (num_sequences, num_heads, tiles.max_parts)
-        part_output = torch.empty(*sizes, block_dim, dtype=torch.float32, device=q.device)
-        part_sums = torch.empty(*sizes, 2, dtype=torch.float32, device=q.device)
-    common = dict(
-        HEAD_DIM=head_dim,
-        WINDOW=window or 0,
-        TILE=tiles.tile_len,
-        MAX_PARTS=tiles.max_parts,
-        BLOCK_DIM=block_dim,
-        PDL=pdl,
-    )
-    _attend_part_kernel[(num_sequences, num_kv_heads, tiles.max_parts)](
+    parts = AttentionParts.make(output, num_kv_heads, longest, window)
+    _attend_part_kernel[(num_sequences, num_kv_heads, parts.tiles.max_parts)](
         output,
-        part_output,
-        part_sums,
+        parts.outputs,
+        parts.sums,
         q,
         k_cache,
         v_cache,
@@ -504,12 +589,9 @@ def attend_pages(
         PAGE_SIZE=page_size,
         BLOCK_GROUP=max(next_power_of_2(group), 16),
         HAS_ROWS=table_rows is not None,
-        **common,
-        **launch_options(tiles.num_warps, pdl, num_stages=tiles.num_stages),
+        PDL=pdl,
+        **parts.constants,
+        **launch_options(parts.tiles.num_warps, pdl, num_stages=parts.tiles.num_stages),
     )
-    if tiles.max_parts == 1:
-        return output
-    _join_parts_kernel[(num_sequences, num_heads)](
-        output, part_output, part_sums, context_lens, **common, **launch_options(JOIN_WARPS, pdl)
-    )
+    parts.join(output, context_lens, pdl)
     return output

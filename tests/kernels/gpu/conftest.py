@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tiny_vllm.kernels import norm_linear
 from tiny_vllm.kernels.triton_support import HAS_TRITON, INTERPRETED
 
 
@@ -31,8 +30,6 @@ def settings_of_the_interpreter() -> None:
     """Triton 3.6's interpreter converts arrays of one element to loop bounds in a way NumPy 2.4 refuses."""
     if not INTERPRETED:
         return
-    # Programs run one after another here: few large ones.
-    norm_linear.MIN_PROGRAMS = 4
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor

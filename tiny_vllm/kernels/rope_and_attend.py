@@ -1,0 +1,242 @@
+"""Decode attention that starts from the parts of a QKV product: sum, rotation, cache write, attention.
+
+    qkv = sum over s of parts[s] + b;  q, k = rope(qkv);  k, v -> their cells;  out = attention of q
+
+parts [S, B, (Hq + 2 Hkv) * D] FP32 or of the cache's type, columns q, k, v, heads in order; bias [columns].
+See `rope` for the rotation, `paged_decode_attention` for the rest. q, k and v are rounded once before they
+are used, as if kernels of their own had written them. Moves the context's keys and values, as attention does.
+
+A program attends with the query heads of one KV head, which it sums and rotates itself: some kilobytes from
+the L2 cache. Programs that share a KV head's context repeat that; the one whose part ends with the newest
+token also makes its key and value, starts its softmax from them and writes them to the cache, where only
+later steps read them. That is a kernel per layer less than rotating first, and as many boundaries.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.paged_decode_attention import (
+    AttentionParts,
+    attend_pages,
+    attend_part,
+    first_keys_and_values,
+    part_of_context,
+    store_part,
+)
+from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.triton_support import (
+    jit,
+    launch_dependents,
+    launch_options,
+    next_power_of_2,
+    tl,
+    wait_for_predecessor,
+    with_fallback,
+)
+
+
+def rope_and_attend_ref(
+    parts: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    cells: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    max_context_len: int | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """As kernels of their own. `pdl` is ignored."""
+    qkv = parts.float().sum(0)
+    if bias is not None:
+        qkv = qkv + bias.float()
+    step = prepare_rope(cos_sin, context_lens.long() - 1, cells, k_cache.shape[1], k_cache.shape[2])
+    q = rope_and_cache(qkv.to(k_cache.dtype), step, k_cache, v_cache, num_heads)
+    return attend_pages(
+        q.contiguous(), k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows,
+        max_context_len=max_context_len,
+    )  # fmt: skip
+
+
+@jit
+def _sum_parts(parts_ptr, bias_ptr, places, mask, num_values, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """FP32 values at the given places of all parts, and their bias."""
+    total = tl.zeros(places.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + split * num_values + places, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + places % WIDTH, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@jit
+def _rope_and_attend_kernel(
+    output_ptr,
+    part_output_ptr,
+    part_sums_ptr,
+    parts_ptr,
+    bias_ptr,
+    cos_sin_ptr,
+    cells_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    page_table_ptr,
+    context_lens_ptr,
+    table_rows_ptr,
+    table_width,
+    num_values,
+    scale,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B, Hkv, parts)."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    if PDL:
+        launch_dependents()
+    context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
+    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    if start >= end:
+        return
+    table_row = tl.load(table_rows_ptr + sequence).to(tl.int64) if HAS_ROWS else sequence.to(tl.int64)
+    page_table_ptr += table_row * table_width
+
+    newest = context_len - 1
+    before = tl.minimum(end, newest)
+    holds_newest = end > newest
+    keys, values = first_keys_and_values(
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+    )  # fmt: skip
+    # Each dimension is turned with its partner; those beyond R are their own, and stay.
+    head = tl.arange(0, BLOCK_GROUP)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_DIM
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    is_first = dims < HALF
+    is_turned = dims < ROTARY_DIM
+    partners = tl.where(is_turned, tl.where(is_first, dims + HALF, dims - HALF), dims)
+    angle = cos_sin_ptr + newest.to(tl.int64) * ROTARY_DIM + tl.where(is_first, dims, dims - HALF)
+    cos = tl.load(angle, mask=is_turned, other=1.0)
+    sin = tl.load(angle + HALF, mask=is_turned, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    cell = tl.load(cells_ptr + sequence)
+    cell_row = ((cell // PAGE_SIZE).to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE
+    if PDL:
+        wait_for_predecessor()
+
+    WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * HEAD_DIM
+    row = sequence * WIDTH
+    is_q = (head < GROUP)[:, None] & is_dim[None, :]
+    q_place = row + (kv_head * GROUP + head)[:, None] * HEAD_DIM
+    q = _sum_parts(parts_ptr, bias_ptr, q_place + dims[None, :], is_q, num_values, SPLITS, HAS_BIAS, WIDTH)
+    turned = _sum_parts(
+        parts_ptr, bias_ptr, q_place + partners[None, :], is_q, num_values, SPLITS, HAS_BIAS, WIDTH
+    )
+    q = (q * cos[None, :] + turned * sin[None, :]).to(k_cache_ptr.dtype.element_ty)
+
+    is_new = is_dim & holds_newest
+    k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
+    v_place = k_place + NUM_KV_HEADS * HEAD_DIM + dims
+    k = _sum_parts(parts_ptr, bias_ptr, k_place + dims, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
+    turned = _sum_parts(parts_ptr, bias_ptr, k_place + partners, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
+    k = (k * cos + turned * sin).to(k_cache_ptr.dtype.element_ty)
+    v = _sum_parts(parts_ptr, bias_ptr, v_place, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
+    v = v.to(v_cache_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + cell_row * HEAD_DIM + dims, k, mask=is_new)
+    tl.store(v_cache_ptr + cell_row * HEAD_DIM + dims, v, mask=is_new)
+
+    maximum, total, output = attend_part(
+        q, k, v, holds_newest, keys, values,
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+    )  # fmt: skip
+    q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
+    store_part(
+        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
+        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+    )  # fmt: skip
+
+
+@with_fallback(rope_and_attend_ref)
+def rope_and_attend(
+    parts: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    cells: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    max_context_len: int | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """parts [S, B, (Hq + 2 Hkv) * D] -> [B, Hq, D] of the cache's type; writes k and v.
+
+    cos_sin [max_len, R] FP32; cells [B] int64: where k and v go, for a real sequence the cell of its newest
+    token. The other arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
+    """
+    splits, num_sequences, width = parts.shape
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    group = num_heads // num_kv_heads
+    assert parts.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    longest = max_context_len or page_table.shape[1] * page_size
+    output = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
+    share = AttentionParts.make(output, num_kv_heads, longest, None)
+    _rope_and_attend_kernel[(num_sequences, num_kv_heads, share.tiles.max_parts)](
+        output,
+        share.outputs,
+        share.sums,
+        parts,
+        parts if bias is None else bias,
+        cos_sin,
+        cells,
+        k_cache,
+        v_cache,
+        page_table,
+        context_lens,
+        context_lens if table_rows is None else table_rows,
+        page_table.stride(0),
+        num_sequences * width,
+        scale,
+        SPLITS=splits,
+        HAS_BIAS=bias is not None,
+        ROTARY_DIM=cos_sin.shape[1],
+        GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        BLOCK_GROUP=max(next_power_of_2(group), 16),
+        HAS_ROWS=table_rows is not None,
+        PDL=pdl,
+        **share.constants,
+        **launch_options(share.tiles.num_warps, pdl, num_stages=share.tiles.num_stages),
+    )
+    share.join(output, context_lens, pdl)
+    return output
