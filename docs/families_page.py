@@ -51,7 +51,8 @@ its window and, where one is stated, than the length its RoPE is scaled from.
 - *GGUF*: the same logits from a GGUF file of the model, where the format can describe it.
 
 Real weights: SmolLM2-135M (bundled) and Gemma 3 270M (Q4_K_M) give the greedy text of transformers from the
-same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (181), and of SentencePiece (280).
+same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (181) and of SentencePiece
+(280).
 """
 
 
