@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,10 @@ def test_streams_left_at_any_moment_disturb_nobody(path: str, ahead: int) -> Non
 
 @contextmanager
 def forbidding_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # It warns of being a prototype.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
