@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiny_vllm.kernels.paged_decode_attention import attend_pages, prepare_decode_attention
 from tiny_vllm.kernels.prefill_attention import attend_chunks, prepare_prefill_attention
+from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +142,73 @@ def test_a_decode_does_not_depend_on_its_batch(device: torch.device) -> None:
             max_context_len=256,
         )  # fmt: skip
         assert torch.equal(alone, together[one])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("rotation", ["whole", "partial"])
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_rope_and_attend_ends_the_product_and_writes_the_newest_token(
+    device: torch.device, case: str, rotation: str, splits: int, dtype: torch.dtype
+) -> None:
+    lens, num_heads, num_kv_heads, head_dim, page_size = DECODE_CASES[case]
+    if case == "many_splits":
+        pytest.skip("needs angles of 32,768 positions, and splits contexts no differently")
+    count, rotary_dim = len(lens), head_dim if rotation == "whole" else head_dim // 4 * 2
+    pages = Pages(lens, num_kv_heads, head_dim, page_size, dtype, device)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    parts = torch.randn(splits, count, width, device=device) * splits**-0.5
+    parts = parts.to(dtype) if splits == 1 else parts
+    bias = torch.randn(width, device=device).to(dtype) if splits > 1 else None
+    angles = torch.arange(max(lens), device=device)[:, None] * torch.rand(rotary_dim // 2, device=device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    # The newest token's cell is poison until the kernel writes it.
+    newest, index = pages.lens - 1, torch.arange(count, device=device)
+    cells = pages.table[index, newest // page_size] * page_size + newest % page_size
+    where = (cells // page_size, slice(None), cells % page_size)
+    pages.k_cache[where] = pages.v_cache[where] = float("nan")
+    qkv = parts.double().sum(0) + (0 if bias is None else bias.double())
+    q, k, v = qkv.view(count, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    cos, sin = cos_sin[newest].double()[:, None].chunk(2, -1)
+
+    def turn(x: Tensor) -> Tensor:
+        first, second, rest = x.split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    before = pages.k_cache.clone(), pages.v_cache.clone()
+    actual = rope_and_attend(
+        parts, bias, cos_sin, cells, pages.k_cache, pages.v_cache, pages.table, pages.lens, num_heads,
+        head_dim**-0.5, pdl=has_pdl(device),
+    )  # fmt: skip
+    for cache, old, expected in (
+        (pages.k_cache, before[0], turn(k)),
+        (pages.v_cache, before[1], v),
+    ):
+        size = float(expected.abs().max())
+        torch.testing.assert_close(cache[where].double(), expected, rtol=0, atol=TOLERANCES[dtype] / 2 * size)
+        rest = cache.clone()
+        rest[where] = float("nan")
+        assert torch.equal(rest.nan_to_num(7.0), old.nan_to_num(7.0))
+    # What was stored is what later steps see, and what this step used.
+    for sequence in range(count):
+        pages.keys[sequence][-1] = pages.k_cache[where][sequence]
+        pages.values[sequence][-1] = pages.v_cache[where][sequence]
+    rounded = turn(q).to(dtype)
+    expected = torch.cat([pages.attend(row, rounded[row : row + 1]) for row in range(count)])
+    check(actual, expected, pages)
+
+
+def test_rope_and_attend_of_padding_leaves_the_first_slot_alone(device: torch.device) -> None:
+    pages = Pages([20], 2, 64, 16, torch.float16, device)
+    before = pages.k_cache.clone()
+    integers = dict(dtype=torch.int64, device=device)
+    rope_and_attend(
+        torch.randn(2, 1, 6 * 64, device=device), None, torch.ones(4, 64, device=device),
+        torch.zeros(1, **integers), pages.k_cache, pages.v_cache, pages.table, torch.ones(1, **integers), 2,
+        0.125, table_rows=torch.zeros(1, **integers),
+    )  # fmt: skip
+    assert torch.equal(pages.k_cache[1:].nan_to_num(7.0), before[1:].nan_to_num(7.0))
 
 
 def test_no_decodes_and_no_chunks_need_no_context(device: torch.device) -> None:

@@ -32,7 +32,7 @@ SHAPES = (
         "lm_head_1b": (128256, 2048),
     }
 )
-ROWS = (1, 5, 16) if INTERPRETED else (1, 2, 3, 4, 8, 11, 16)
+ROWS = (1, 5, 8) if INTERPRETED else (1, 2, 3, 4, 7, 8)
 EPS = 1e-5
 
 
