@@ -22,6 +22,7 @@ SHARED_BYTES = 232_448
 """What one block can have on sm_90: 227 KB."""
 XS_PADDING = 64
 MAX_OVERHEAD = 0.08
+MAX_PART_FLOATS = 16_384
 MAX_STAGES = 12
 
 
@@ -162,7 +163,7 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     whole = (layout.qkv, layout.output, layout.gate_up, layout.lm_head)
     least_columns = max(m.num_column_chunks * m.chunk_columns for m in whole)
     columns = _down_columns(layout, least_columns, tokens)
-    part = max(
+    part = least_part = max(
         16 * shape.group * 64,
         *(m.units * m.part_floats(tokens) for m in (layout.qkv, layout.output, layout.down)),
         *(4 * m.part_floats(tokens) for m in (layout.gate_up, layout.lm_head)),
@@ -172,7 +173,10 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     if stages < 4:
         return None
     stages = min(stages, MAX_STAGES)
-    return BlockPlan(stages, columns, part, stages * CHUNK_BYTES + fixed)
+    # What is left lets more units' partial sums wait for one addition.
+    spare = (SHARED_BYTES - fixed - stages * CHUNK_BYTES) // 32 * 8
+    part += min(spare, MAX_PART_FLOATS - part)
+    return BlockPlan(stages, columns, part, stages * CHUNK_BYTES + fixed + 4 * (part - least_part))
 
 
 def _down_columns(layout: TapeLayout, least: int, tokens: int) -> int:
@@ -193,7 +197,8 @@ def _small_bytes(shape: TapeShape, tokens: int) -> int:
     attention += 4 * (16 * shape.group * 2 + 2 * splits(shape, tokens) * shape.group)
     draw = 8 * tokens * 16
     per_token = _ceil_div(shape.hidden_size, 256) * 4 + 8 + 3 * 4 + 2 * 4 + 4
-    rest = shape.head_dim * 4 + tokens * per_token + MAX_STAGES * 16 + 48
+    rest = shape.head_dim * 4 + tokens * per_token + MAX_STAGES * 16 + 64 + 48
+    rest += 4 * tokens * _ceil_div(_ceil_div(shape.hidden_size, UNIT_ROWS), NUM_BLOCKS) * UNIT_ROWS
     return _ceil_div(max(attention, draw) + rest, 16) * 16
 
 

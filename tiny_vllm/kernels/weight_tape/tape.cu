@@ -204,8 +204,10 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
     };
   };
   float cos_sin[HEAD_DIM];
+  float residual[TOKENS * OWN_ROWS];
   i64 slot[TOKENS];
   int position[TOKENS], token[TOKENS], page[TOKENS];
+  int first_page[16];  // per warp, of its first tile in attention
   u32 key[TOKENS * 2];
   float temperature[TOKENS];
   alignas(8) u64 full[STAGES], empty[STAGES];
@@ -299,13 +301,20 @@ struct Consumer {
     barrier_wait(full + 8 * stage, (index / STAGES) & 1);
     __syncwarp();
     const uint4* from = (const uint4*)(ring + stage * CHUNK_BYTES + quarter * (M::BLOCKS * 1024)) + lane;
+#pragma unroll
+    for (int i = 0; i < M::BLOCKS * 2; i++) v[i] = from[i * 32];
+    __syncwarp();
+  }
+
+  // Frees the chunk's stage. It may be refilled only once the loads have returned, and an arrival alone does not wait
+  // for them: behind a queue of other loads they can be late by more than a refill. So the arrival's address is made of
+  // them (p.zero is 0).
+  template <class M>
+  DEV void release_chunk(int chunk) {
     u32 mixed = 0;
 #pragma unroll
-    for (int i = 0; i < M::BLOCKS * 2; i++) { v[i] = from[i * 32]; mixed ^= v[i].x; }
-    __syncwarp();
-    // The stage may be refilled only once the loads have returned. An arrival alone does not wait for them: behind a
-    // queue of other loads they can be late by more than a refill. So its address is made of them (p.zero is 0).
-    if (lane == 0) barrier_arrive(empty + 8 * stage + mixed * p.zero);
+    for (int i = 0; i < M::BLOCKS * 2; i++) mixed ^= v[i].x;
+    if (lane == 0) barrier_arrive(empty + 8 * ((base + chunk) % STAGES) + mixed * p.zero);
   }
 
   // The first chunk of a round, taken into registers before the phase's wait: four more free stages meanwhile. A group
@@ -318,30 +327,41 @@ struct Consumer {
       for (int i = 0; i < 8; i++) v[i] = make_uint4(0, 0, 0, 0);
     }
   }
-
-  // column: first of the chunk, within xs
   template <class M>
-  DEV void load_x(int column) {
-    const int half = g >> 2;
-    const u8* from = xs + (g & 3) * XS_STRIDE + (column + (quarter * 2 + half) * (M::CK / 8)) * 2 + q * 16;
-#pragma unroll
-    for (int i = 0; i < TOKEN_GROUPS; i++)
-#pragma unroll
-      for (int b = 0; b < M::BLOCKS; b++) x[i][b] = i * 4 + (g & 3) < TOKENS ? *(const uint4*)(from + i * 4 * XS_STRIDE + b * 64) : make_uint4(0, 0, 0, 0);
+  DEV void release_first(int first, int end) {
+    if (first + group < end) release_chunk<M>(first + group);
   }
 
-  // This warp's share of the sums of row g, added to or put into the partial sums.
-  template <class M, bool ADDS>
-  DEV void multiply(int unit, int slice) {
+  // The lane's part of four tokens' input vectors at a chunk's columns; column: the first of them within xs.
+  template <class M>
+  DEV void load_x(uint4 (&to)[4], int tokens, int column) {
+    const int half = g >> 2;
+    const u8* from = xs + (tokens * 4 + (g & 3)) * XS_STRIDE + (column + (quarter * 2 + half) * (M::CK / 8)) * 2 + q * 16;
+#pragma unroll
+    for (int b = 0; b < M::BLOCKS; b++) to[b] = tokens * 4 + (g & 3) < TOKENS ? *(const uint4*)(from + b * 64) : make_uint4(0, 0, 0, 0);
+  }
+
+  // For a phase in which this group's chunks all have the same columns.
+  template <class M>
+  DEV void keep_x() {
+#pragma unroll
+    for (int i = 0; i < TOKEN_GROUPS; i++) load_x<M>(x[i], i, group % M::KB * M::CK);
+  }
+
+  // This warp's share of the sums of row g, put into the partial sums or added to them.
+  template <class M, bool ADDS, bool KEPT>
+  DEV void multiply(int unit, int slice, int column) {
 #pragma unroll
     for (int i = 0; i < TOKEN_GROUPS; i++) {
+      if (!KEPT) load_x<M>(x[0], i, column);
+      const uint4(&y)[4] = x[KEPT ? i : 0];
       float d[2][4];  // two chains
 #pragma unroll
       for (int j = 0; j < 2; j++) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.f;
 #pragma unroll
       for (int b = 0; b < M::BLOCKS; b++) {
-        multiply_add(d[0], v[2 * b].x, v[2 * b].y, v[2 * b].z, v[2 * b].w, x[i][b].x, x[i][b].y);
-        multiply_add(d[1], v[2 * b + 1].x, v[2 * b + 1].y, v[2 * b + 1].z, v[2 * b + 1].w, x[i][b].z, x[i][b].w);
+        multiply_add(d[0], v[2 * b].x, v[2 * b].y, v[2 * b].z, v[2 * b].w, y[b].x, y[b].y);
+        multiply_add(d[1], v[2 * b + 1].x, v[2 * b + 1].y, v[2 * b + 1].z, v[2 * b + 1].w, y[b].z, y[b].w);
       }
       // Lanes 0 and 1 of four have the first half's sums, lanes 2 and 3 the second half's.
       const float even = (d[0][0] + d[1][0]) + __shfl_xor_sync(~0u, d[0][2] + d[1][2], 2);
@@ -356,16 +376,15 @@ struct Consumer {
   DEV float* part_of(int unit, int slice) { return part + unit * M::STRIDE + slice * TOKENS * 8 + g; }
 
   // Units first ... first + count of a matrix whose chunks go unit by unit. The caller has loaded chunk `group` of the
-  // round, and x if 4 % KB == 0.
+  // round, and has kept x if 4 % KB == 0.
   template <class M>
   DEV void multiply_round(int first, int count) {
     const int end = (first + count) * M::KB;
 #pragma unroll 1
     for (int c = first * M::KB + group; c < end; c += 4) {
-      if (c != first * M::KB + group) load_chunk<M>(c);
+      if (c != first * M::KB + group) { load_chunk<M>(c); release_chunk<M>(c); }
       const int unit = c / M::KB, kb = c % M::KB;
-      if (4 % M::KB != 0) load_x<M>(kb * M::CK);
-      multiply<M, false>(unit - first, kb * 4 + quarter);
+      multiply<M, false, 4 % M::KB == 0>(unit - first, kb * 4 + quarter, kb * M::CK);
     }
   }
 
@@ -394,7 +413,6 @@ struct Consumer {
   template <int K>
   struct Share {
     static constexpr int PER_TOKEN = (K + 255) / 256 * 32, TURNS = (TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
-    static constexpr bool IS_EVEN = CONSUMERS % PER_TOKEN == 0 || PER_TOKEN % CONSUMERS == 0;
   };
 
   // Eight values of a vector, times the norm's weights if wanted, into xs; returns their sum of squares.
@@ -415,10 +433,35 @@ struct Consumer {
     return squares;
   }
 
+  // A take in two parts: the loads, then the waiting. columns: valid ones from `from` on.
+  template <int K>
+  DEV void ask(uint4 (&a)[Share<K>::TURNS], const u16* from, int columns) {
+    using S = Share<K>;
+#pragma unroll
+    for (int j = 0; j < S::TURNS; j++) {
+      const int i = t + j * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
+      a[j] = make_uint4(0, 0, 0, 0);
+      if (token < TOKENS && k8 * 8 < min(K, columns)) a[j] = load_words4((const u32*)(from + token * INTERMEDIATE + k8 * 8));
+    }
+  }
+  template <int K>
+  DEV void receive(uint4 (&a)[Share<K>::TURNS], const u16* from, int columns) {
+    using S = Share<K>;
+#pragma unroll
+    for (int j = 0; j < S::TURNS; j++) {
+      const int i = t + j * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
+      if (token < TOKENS && k8 * 8 < min(K, columns)) {
+        settle(a[j], from + token * INTERMEDIATE + k8 * 8);
+        put8<false>(token, k8, a[j], a[j]);
+      }
+    }
+  }
+
   // K values per token from `from` on, published ones (which are waited for) or rows of the embedding, into xs, and
-  // their sums of squares.
-  template <int K, bool NORMED, bool EMBEDDING>
-  DEV void take(const u16* from, int stride, const u16* norm) {
+  // their sums of squares. columns: valid ones from `from` on. `between` runs
+  // while the first loads are under way.
+  template <int K, bool NORMED, bool EMBEDDING, class Between>
+  DEV void take(const u16* from, int stride, const u16* norm, int columns, const Between& between) {
     using S = Share<K>;
     constexpr int BATCH = S::TURNS < 4 ? S::TURNS : 4;  // loads in flight
 #pragma unroll
@@ -429,17 +472,18 @@ struct Consumer {
         const int i = t + (first + j) * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
         a[j] = make_uint4(0, 0, 0, 0);
         if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
-        if (token < TOKENS && k8 * 8 < K) {
+        if (token < TOKENS && k8 * 8 < min(K, columns)) {
           if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
           if (EMBEDDING) a[j] = __ldg((const uint4*)(from + (i64)s.token[token] * HIDDEN) + k8);
           else a[j] = load_words4((const u32*)(from + token * stride + k8 * 8));
         }
       }
+      if (first == 0) between();
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
         const int i = t + (first + j) * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
         float squares = 0.f;
-        if (token < TOKENS && k8 * 8 < K) {
+        if (token < TOKENS && k8 * 8 < min(K, columns)) {
           if (!EMBEDDING) settle(a[j], from + token * stride + k8 * 8);
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
         }
@@ -521,19 +565,27 @@ struct Consumer {
         for (int r = 0; r < Tile<DP>::VR; r++) a.v[i][r] = ((const u32*)(s.v_new + column + g * Tile<DP>::VW))[r];
   }
 
-  // Probabilities of the tile, relative to the running maximum, as the second operand of a product over positions:
-  // weights[0] holds positions 2q and 2q + 1 for head g, weights[1] the positions 8 further on.
+  // Scores of a tile: position g of heads 2q and 2q + 1, position 8 + g of the same.
   template <int DP>
-  DEV void score(Tile<DP>& a, int start, int position, u32 (&weights)[2]) {
-    float d[4] = {0.f, 0.f, 0.f, 0.f};  // position g: heads 2q, 2q + 1; position 8 + g: the same
+  DEV void multiply_qk(const Tile<DP>& a, float (&d)[4]) {
+    float e[4] = {0.f, 0.f, 0.f, 0.f};
+    d[0] = d[1] = d[2] = d[3] = 0.f;
 #pragma unroll
     for (int b = 0; b < HEAD_DIM / 32; b++) {
       uint4 query = make_uint4(0, 0, 0, 0);
       if (g < GROUP) query = *(const uint4*)(s.q + g * Q_STRIDE + b * 32 + q * 8);
       const uint4 &k0 = a.k[0][b], &k1 = a.k[1][b];
       multiply_add(d, k0.x, k1.x, k0.y, k1.y, query.x, query.y);
-      multiply_add(d, k0.z, k1.z, k0.w, k1.w, query.z, query.w);
+      multiply_add(e, k0.z, k1.z, k0.w, k1.w, query.z, query.w);
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) d[i] += e[i];
+  }
+
+  // Probabilities of the tile, relative to the running maximum, as the second operand of a product over positions:
+  // weights[0] holds positions 2q and 2q + 1 for head g, weights[1] the positions 8 further on.
+  template <int DP>
+  DEV void score(Tile<DP>& a, float (&d)[4], int start, int position, u32 (&weights)[2]) {
     if (start + g > position) d[0] = d[1] = NEG_INF;
     if (start + 8 + g > position) d[2] = d[3] = NEG_INF;
     float correction[2];
@@ -569,38 +621,45 @@ struct Consumer {
   template <int DP>
   DEV float* scratch(int place, int head, int column) { return part + place * DP + (column + head * 4) % DP; }
 
+  // Brings a tile's keys and values (64 columns from `column` on) into L2.
+  DEV void prefetch_tile(int layer, int page, int kv_head, int start, int position, int column) {
+    const int row = lane & 15;
+    const u16* rows = page_rows(lane < 16 ? p.k_cache : p.v_cache, layer, page, kv_head, start);
+    if (start + row < position) prefetch_l2(rows + row * HEAD_DIM + column);
+  }
+
   // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The results go to
-  // part[warp][head][DP] and maxima.
-  template <int DP, bool EARLY_V, class Arrive>
-  DEV void attend(int layer, int kv_head, int token, int first, int step, int column, int first_page, const Arrive& arrive) {
+  // part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is loaded with K, where registers allow it.
+  template <int DP, bool EARLY_V, bool IS_LONG, class Arrive>
+  DEV void attend(int layer, int kv_head, int token, int first, int step, int column, const Arrive& arrive) {
     Tile<DP> a;
     const int position = s.position[token], count = position / POSITIONS + 1;
     const i64* table = p.page_table + s.slot[token] * p.table_width;
-    const u16 *k_rows = page_rows(p.k_cache, layer, first_page, kv_head, first * POSITIONS), *v_rows = page_rows(p.v_cache, layer, first_page, kv_head, first * POSITIONS);
+    int page = s.first_page[warp];
     a.maximum[0] = a.maximum[1] = NEG_INF; a.sum[0] = a.sum[1] = 0.f;
 #pragma unroll
     for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
     // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the time.
-    load_k(a, k_rows, first * POSITIONS, position);
-    if (EARLY_V) load_v(a, v_rows, first * POSITIONS, position, column);
+    load_k(a, page_rows(p.k_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position);
+    if (EARLY_V) load_v(a, page_rows(p.v_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position, column);
+    auto page_of = [&](int tile) { return tile < count ? (int)__ldg(table + tile * POSITIONS / PAGE_SIZE) : 0; };
+    int next_page = page_of(first + step);
     arrive();
-    if (first < count) {
 #pragma unroll 1
-      for (int tile = first;;) {
-        const int start = tile * POSITIONS;
-        if (!EARLY_V) load_v(a, v_rows, start, position, column);
-        substitute(a, start, position, column);
-        u32 weights[2];
-        score(a, start, position, weights);
-        add_values(a, weights);
-        tile += step;
-        if (tile >= count) break;
-        const int page = (int)__ldg(table + tile * POSITIONS / PAGE_SIZE);
-        k_rows = page_rows(p.k_cache, layer, page, kv_head, tile * POSITIONS);
-        v_rows = page_rows(p.v_cache, layer, page, kv_head, tile * POSITIONS);
-        load_k(a, k_rows, tile * POSITIONS, position);
-        if (EARLY_V) load_v(a, v_rows, tile * POSITIONS, position, column);
-      }
+    for (int tile = first; tile < count; tile += step) {
+      const int start = tile * POSITIONS, next = start + step * POSITIONS;
+      if (!EARLY_V) load_v(a, page_rows(p.v_cache, layer, page, kv_head, start), start, position, column);
+      substitute(a, start, position, column);
+      float d[4];
+      multiply_qk(a, d);
+      page = next_page;
+      if (next <= position) load_k(a, page_rows(p.k_cache, layer, page, kv_head, next), next, position);
+      next_page = page_of(tile + 2 * step);
+      u32 weights[2];
+      score(a, d, start, position, weights);
+      add_values(a, weights);
+      if (EARLY_V && next <= position) load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
+      if (IS_LONG) prefetch_tile(layer, next_page, kv_head, next + step * POSITIONS, position, column);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -683,6 +742,26 @@ constexpr int SPLIT_DP = 64, HALVES = HEAD_DIM / SPLIT_DP, SPLIT_TILES = 16 / HA
 constexpr int PAIR_OUTPUTS = GROUP * HEAD_DIM, SPLIT_OUTPUTS = (PAIR_OUTPUTS + SPLITS - 1) / SPLITS;
 static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOATS, "attention's scratch");
 
+// This block's (token, KV head) pair and its place among the pair's blocks. Worked out anew where it is needed, which
+// costs less than registers.
+struct Pair {
+  int split, head, token, position;
+  bool exists, is_direct;
+
+  DEV Pair(const Shared& s, int direct_limit) {
+    u32 cta;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
+    const int pair = cta / SPLITS;
+    split = cta % SPLITS;
+    head = pair % KV_HEADS;
+    token = pair / KV_HEADS;
+    exists = token < TOKENS;
+    position = exists ? s.position[token] : 0;
+    is_direct = SPLITS == 1 || position < direct_limit;
+  }
+  DEV int first_tile(int warp) const { return is_direct ? warp : warp / HALVES * SPLITS + split; }
+};
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
   u8* const xs = memory + STAGES * CHUNK_BYTES;
@@ -741,21 +820,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   consumers_sync();
 
   // This block's (token, KV head) pair and its place among the pair's blocks.
-  const int pair = cta / SPLITS, split = cta % SPLITS, kv_head = pair % KV_HEADS, pair_token = pair / KV_HEADS;
-  const bool has_pair = pair < TOKENS * KV_HEADS;
-  const int position = has_pair ? s.position[pair_token] : 0;
-  const bool is_direct = SPLITS == 1 || position < p.direct_limit;
   const int warp = tid >> 5;
-  const int first_tile = is_direct ? warp : (warp / HALVES) * SPLITS + split;
-  int first_page = 0;
-  if (has_pair) {
+  if (const Pair pair(s, p.direct_limit); pair.exists) {
+    const int position = pair.position, pair_token = pair.token, first_tile = pair.first_tile(warp);
     if (tid < HEAD_DIM) s.cos_sin[tid] = p.cos_sin[(i64)position * HEAD_DIM + tid];
-    // The null page, too, is page 0: a padding row must not look into a slot's pages.
-    if (first_tile * POSITIONS <= position) first_page = position < PAGE_SIZE ? s.page[pair_token] : (int)p.page_table[s.slot[pair_token] * p.table_width + first_tile * POSITIONS / PAGE_SIZE];
+    if ((tid & 31) == 0) {
+      // The null page, too, is page 0: a padding row must not look into a slot's pages.
+      int page = 0;
+      if (first_tile * POSITIONS <= position) page = position < PAGE_SIZE ? s.page[pair_token] : (int)p.page_table[s.slot[pair_token] * p.table_width + first_tile * POSITIONS / PAGE_SIZE];
+      s.first_page[warp] = page;
+    }
   }
-  float residual = 0.f;  // of row tid % OWN_ROWS of this block, token tid / OWN_ROWS
-  const bool owns = tid < OWN_ROWS * TOKENS && cta * OWN_ROWS + tid % OWN_ROWS < HIDDEN;
-  if (owns) residual = __uint_as_float((u32)p.embedding[(i64)s.token[tid / OWN_ROWS] * HIDDEN + cta * OWN_ROWS + tid % OWN_ROWS] << 16);
+  // Thread i keeps the residual of row i % OWN_ROWS of this block, token i / OWN_ROWS, in shared memory.
+  auto owns = [&](int i) { return i < OWN_ROWS * TOKENS && cta * OWN_ROWS + i % OWN_ROWS < HIDDEN; };
+  static_assert(OWN_ROWS * TOKENS <= CONSUMERS, "a thread keeps one residual");
+  if (owns(tid)) s.residual[tid] = __uint_as_float((u32)p.embedding[(i64)s.token[tid / OWN_ROWS] * HIDDEN + cta * OWN_ROWS + tid % OWN_ROWS] << 16);
 
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
@@ -763,11 +842,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     c.refresh();
     c.load_first<Qkv>(0, Qkv::CHUNKS);
     const u16* norm = p.norms + 2 * layer * HIDDEN;
-    if (layer > 0) c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, norm);
-    else c.take<HIDDEN, true, true>(p.embedding, 0, norm);
+    auto release = [&]() { c.release_first<Qkv>(0, Qkv::CHUNKS); };
+    if (layer > 0) c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, norm, HIDDEN, release);
+    else c.take<HIDDEN, true, true>(p.embedding, 0, norm, HIDDEN, release);
     c.epoch++;
     consumers_sync();
-    if (4 % Qkv::KB == 0) c.load_x<Qkv>(c.group % Qkv::KB * Qkv::CK);
+    if (4 % Qkv::KB == 0) c.keep_x<Qkv>();
     c.multiply_round<Qkv>(0, Qkv::UNITS);
     c.base += Qkv::CHUNKS;
     consumers_sync();
@@ -785,12 +865,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 
     // ---- attention
     c.refresh();
-    if (has_pair) {
+    if (const Pair pair(s, p.direct_limit); pair.exists) {
+      const int split = pair.split, kv_head = pair.head, pair_token = pair.token, position = pair.position;
+      const bool is_direct = pair.is_direct;
       const bool stores = is_direct ? split == 0 : (position / POSITIONS) % SPLITS == split;
       auto arrive = [&]() { c.take_qkv(layer, kv_head, pair_token, stores); consumers_sync(); };
       if (is_direct) {
         const int part_index = split % DIRECT_PARTS, head_part = split / DIRECT_PARTS;
-        c.attend<DIRECT_DP, true>(layer, kv_head, pair_token, c.warp, 16, part_index * DIRECT_DP, first_page, arrive);
+        c.attend<DIRECT_DP, true, false>(layer, kv_head, pair_token, c.warp, 16, part_index * DIRECT_DP, arrive);
         consumers_sync();
         const int head = head_part * PART_HEADS + c.t / DIRECT_DP, d = c.t % DIRECT_DP;
         if (c.t < PART_HEADS * DIRECT_DP && head < GROUP) {
@@ -807,7 +889,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        c.attend<SPLIT_DP, HEAD_DIM == 64>(layer, kv_head, pair_token, (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS, half * SPLIT_DP, first_page, arrive);
+        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token, (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS, half * SPLIT_DP, arrive);
         consumers_sync();
         for (int i = c.t; i < PAIR_OUTPUTS; i += CONSUMERS) {
           const int head = i / HEAD_DIM, d = i % HEAD_DIM, w0 = d / SPLIT_DP;
@@ -824,15 +906,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             }
           }
           const int to = i / SPLIT_OUTPUTS;
-          store_pair(p.exchange + X_PART + 2 * (((pair * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS), __float_as_uint(value), c.epoch);
-          if (d < 2) store_pair(p.exchange + X_ML + 2 * (((pair * SPLITS + split) * GROUP + head) * 2 + d), __float_as_uint(d ? sum : highest), c.epoch);
+          store_pair(p.exchange + X_PART + 2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS), __float_as_uint(value), c.epoch);
+          if (d < 2) store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d), __float_as_uint(d ? sum : highest), c.epoch);
         }
         consumers_sync();  // part is written again below
         for (int i = c.t; i < SPLITS * SPLIT_OUTPUTS + 2 * SPLITS * GROUP; i += CONSUMERS) {
-          if (i < SPLITS * SPLIT_OUTPUTS) part[i] = __uint_as_float(poll_pair(p.exchange + X_PART + 2 * ((pair * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
+          if (i < SPLITS * SPLIT_OUTPUTS) part[i] = __uint_as_float(poll_pair(p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
           else {
             const int j = i - SPLITS * SPLIT_OUTPUTS;
-            s.combine_ml[j] = __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (pair * SPLITS * GROUP * 2 + j), c.epoch));
+            s.combine_ml[j] = __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
           }
         }
         consumers_sync();
@@ -855,35 +937,35 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     // ---- output projection + residual
     c.refresh();
     c.load_first<Out>(0, Out::CHUNKS);
-    if (has_pair && first_tile * POSITIONS <= position) {
+    if (const Pair pair(s, p.direct_limit); pair.exists && pair.first_tile(c.warp) * POSITIONS <= pair.position) {
       // The next layer's first keys and values come into L2 now: the ring is full about here and memory would idle.
-      const int next = layer + 1 < LAYERS ? layer + 1 : 0, row = c.lane & 15;
-      const u16* rows = c.page_rows(c.lane < 16 ? p.k_cache : p.v_cache, next, first_page, kv_head, first_tile * POSITIONS) + row * HEAD_DIM;
-      if ((!is_direct || split < 2) && first_tile * POSITIONS + row < position) prefetch_l2(rows);
-      if (HEAD_DIM == 128 && (!is_direct || split < 2) && first_tile * POSITIONS + row < position) prefetch_l2(rows + 64);
+      const int next = layer + 1 < LAYERS ? layer + 1 : 0, start = pair.first_tile(c.warp) * POSITIONS;
+      const int part_index = pair.is_direct ? pair.split : c.warp % HALVES;
+      if (part_index < HALVES) c.prefetch_tile(next, s.first_page[c.warp], pair.head, start, pair.position, part_index * SPLIT_DP);
     }
-    c.take<Q_SIZE, false, false>(c.vectors() + X_ATT, Q_SIZE, nullptr);
+    c.take<Q_SIZE, false, false>(c.vectors() + X_ATT, Q_SIZE, nullptr, Q_SIZE, [&]() { c.release_first<Out>(0, Out::CHUNKS); });
     consumers_sync();
-    if (4 % Out::KB == 0) c.load_x<Out>(c.group % Out::KB * Out::CK);
+    if (4 % Out::KB == 0) c.keep_x<Out>();
     c.multiply_round<Out>(0, Out::UNITS);
     c.base += Out::CHUNKS;
     consumers_sync();
-    if (owns) {
-      residual += c.total<Out>(c.t % OWN_ROWS, c.t / OWN_ROWS);
-      c.publish(X_H1 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, residual);
+    if (owns(c.t)) {
+      const float value = s.residual[c.t] + c.total<Out>(c.t % OWN_ROWS, c.t / OWN_ROWS);
+      s.residual[c.t] = value;
+      c.publish(X_H1 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
 
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
-    c.take<HIDDEN, true, false>(c.vectors() + X_H1, HIDDEN, norm + HIDDEN);
+    c.take<HIDDEN, true, false>(c.vectors() + X_H1, HIDDEN, p.norms + (2 * layer + 1) * HIDDEN, HIDDEN, [&]() { c.release_first<Up>(0, Up::CHUNKS); });
     consumers_sync();
     asm volatile("bar.arrive 2, 544;" ::: "memory");
-    if (4 % Up::KB == 0) c.load_x<Up>(c.group % Up::KB * Up::CK);
+    if (4 % Up::KB == 0) c.keep_x<Up>();
 #pragma unroll 1
     for (int first = 0; first < Up::UNITS; first += Up::ROUND) {
       const int count = min(Up::ROUND, Up::UNITS - first);
-      if (first > 0) { consumers_sync(); c.load_first<Up>(first * Up::KB, (first + count) * Up::KB); }
+      if (first > 0) { consumers_sync(); c.load_first<Up>(first * Up::KB, (first + count) * Up::KB); c.release_first<Up>(first * Up::KB, (first + count) * Up::KB); }
       c.multiply_round<Up>(first, count);
       consumers_sync();
 #pragma unroll 1
@@ -906,38 +988,47 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       for (int m = c.q; m < TOKENS; m += 4) c.part_of<Down>(unit, c.warp)[m * 8] = 0.f;
     __syncwarp();
     constexpr int PASS_KB = XS_COLUMNS / DOWN_CK < DOWN_KB ? XS_COLUMNS / DOWN_CK : DOWN_KB, PASSES = (DOWN_KB + PASS_KB - 1) / PASS_KB;
-    constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK, LAST_COLUMNS = INTERMEDIATE - (PASSES - 1) * PASS_COLUMNS;
-    static_assert(LAST_COLUMNS > 0 && LAST_COLUMNS % 8 == 0, "passes");
+    constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK;
+    static_assert(INTERMEDIATE > (PASSES - 1) * PASS_COLUMNS && INTERMEDIATE % 8 == 0, "passes");
     static_assert(PASSES == 1 || PASS_KB * DOWN_UNITS % 4 == 0, "a pass must keep chunks with their groups");
+    // The loads of a pass are in flight during the products of the one before, if they fit into registers.
+    constexpr int PASS_TURNS = Consumer::Share<PASS_COLUMNS>::TURNS;
+    constexpr bool AHEAD = PASSES > 1 && PASS_TURNS <= 4;
+    const u16* const ff = c.vectors() + X_FF;
+    uint4 coming[PASS_TURNS];
+    auto release_down = [&]() { c.release_first<Down>(0, Down::CHUNKS); };
+    if constexpr (AHEAD) { c.ask<PASS_COLUMNS>(coming, ff, INTERMEDIATE); release_down(); }
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
+      const u16* from = ff + pass * PASS_COLUMNS;
+      const int columns = INTERMEDIATE - pass * PASS_COLUMNS;
       if (pass > 0) consumers_sync();
-      const u16* from = c.vectors() + X_FF + pass * PASS_COLUMNS;
-      if (PASSES > 1 && pass < PASSES - 1) c.take<PASS_COLUMNS, false, false>(from, INTERMEDIATE, nullptr);
-      else c.take<LAST_COLUMNS, false, false>(from, INTERMEDIATE, nullptr);
+      if constexpr (AHEAD) c.receive<PASS_COLUMNS>(coming, from, columns);
+      else c.take<PASS_COLUMNS, false, false>(from, INTERMEDIATE, nullptr, columns, [&]() { if (pass == 0) release_down(); });
       consumers_sync();
+      if (AHEAD && pass + 1 < PASSES) c.ask<PASS_COLUMNS>(coming, from + PASS_COLUMNS, columns - PASS_COLUMNS);
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
       for (int i = pass * PASS_KB * DOWN_UNITS + c.group; i < end; i += 4) {
-        if (i != c.group) c.load_chunk<Down>(i);
-        c.load_x<Down>((i / DOWN_UNITS - pass * PASS_KB) * DOWN_CK);
-        c.multiply<Down, true>(i % DOWN_UNITS, c.warp);
+        if (i != c.group) { c.load_chunk<Down>(i); c.release_chunk<Down>(i); }
+        c.multiply<Down, true, false>(i % DOWN_UNITS, c.warp, (i / DOWN_UNITS - pass * PASS_KB) * DOWN_CK);
       }
     }
     c.base += Down::CHUNKS;
     asm volatile("bar.sync 3, 544;" ::: "memory");
-    if (owns) {
-      residual += c.total<Down>(c.t % OWN_ROWS, c.t / OWN_ROWS);
-      c.publish(X_H2 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, residual);
+    if (owns(c.t)) {
+      const float value = s.residual[c.t] + c.total<Down>(c.t % OWN_ROWS, c.t / OWN_ROWS);
+      s.residual[c.t] = value;
+      c.publish(X_H2 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
   }
 
   // ---- LM head and draw
   c.refresh();
   c.load_first<Head>(0, Head::CHUNKS);
-  c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, p.norms + 2 * LAYERS * HIDDEN);
+  c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, p.norms + 2 * LAYERS * HIDDEN, HIDDEN, [&]() { c.release_first<Head>(0, Head::CHUNKS); });
   consumers_sync();
-  if (4 % Head::KB == 0) c.load_x<Head>(c.group % Head::KB * Head::CK);
+  if (4 % Head::KB == 0) c.keep_x<Head>();
   const int token = c.t % TOKENS;
   const float r = c.inverse_rms(token), temperature = s.temperature[token];
   const float sharpness = temperature > 0.f ? 1.f / fmaxf(temperature, 1e-5f) : 1.f;
@@ -946,7 +1037,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 #pragma unroll 1
   for (int first = 0; first < Head::UNITS; first += Head::ROUND) {
     const int count = min(Head::ROUND, Head::UNITS - first);
-    if (first > 0) { consumers_sync(); c.load_first<Head>(first * Head::KB, (first + count) * Head::KB); }
+    if (first > 0) { consumers_sync(); c.load_first<Head>(first * Head::KB, (first + count) * Head::KB); c.release_first<Head>(first * Head::KB, (first + count) * Head::KB); }
     c.multiply_round<Head>(first, count);
     consumers_sync();
 #pragma unroll 1
