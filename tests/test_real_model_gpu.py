@@ -22,7 +22,7 @@ TEXT = (
     "degrees Celsius and boils at one hundred. Most of the Earth is covered by oceans, and the water "
     "cycle moves water from sea to sky and back: it evaporates, forms clouds, falls as rain or snow, "
     "and flows in rivers to the sea. Plants take it up through their roots, and animals drink it. Without "
-    "water there would be no life as we know it. People have built dams, canals and wells to bring it where it "
+    "water there would be no life as we know it. People have built dams and canals to bring it where it "
     "is needed, and many cities grew where a river meets the coast."
 )
 
