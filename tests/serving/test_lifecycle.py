@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,10 @@ def test_a_client_that_closes_only_its_sending_side_still_is_gone(server: Runnin
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(server: RunningServer) -> None:
-    with sent(server, {**LONG, "n": 2}), sent(server, {**LONG, "n": 3}):
+    with ExitStack() as stack:
+        stack.enter_context(sent(server, {**LONG, "n": 2}))
+        wait_until(lambda: stats(server).num_running == 2)
+        stack.enter_context(sent(server, {**LONG, "n": 3}))
         wait_until(lambda: stats(server).num_waiting == 3)
         for stream in (False, True):
             answer = server.complete([5], stream=stream)
