@@ -4,7 +4,8 @@
 
 Starts `tiny-vllm serve` and `vllm serve` one after the other, each with the same shape (dummy weights, BF16)
 and the same tokenizer, and runs `vllm bench serve` from the bundle, unmodified, against both, once per
-request rate. Writes throughput and the percentiles of TTFT, TPOT and ITL of each into one file, anew after every run.
+request rate. Writes throughput and the percentiles of TTFT, TPOT and ITL of each into one file, anew after
+every run.
 The web packages of both servers come from the bundle where the machine has none.
 
 The tokenizer is made here: a byte-level BPE trained on generated words, so that nothing must be downloaded.

@@ -56,6 +56,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_pages(server: RunningServer,
     start = stats(server).num_steps
     wait_until(server.is_idle, 5)
     assert stats(server).num_steps - start < 60
+    assert b'status="503"' not in server.get("/metrics").data, "nobody was told anything"
     server.assert_alive()
 
 

@@ -327,3 +327,24 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="response_format is not supported") as caught:
         client.chat.completions.create(model=MODEL, messages=HELLO, response_format={"type": "json_object"})
     assert caught.value.param == "response_format"
+
+
+def test_the_payload_of_vllms_load_generator(server: RunningServer) -> None:
+    """What `vllm bench serve` sends, and what it reads: an event with text per token, then the usage."""
+    events = server.post(
+        "/v1/completions",
+        {
+            "model": MODEL,
+            "prompt": TEXT,
+            "repetition_penalty": 1.0,
+            "max_tokens": 8,
+            "logprobs": None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+        },
+        headers={"x-request-id": "bench-0", "authorization": "Bearer None"},
+    ).events()
+    assert all(event["choices"][0]["text"] for event in events[:-1]) and 1 < len(events) <= 9
+    assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -96,6 +97,8 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
 class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._run_id = secrets.token_hex(3)
+        self._numbers = itertools.count(1)
         self._page = Path(__file__).with_name("page.html").read_bytes()
 
     def register(self, app: FastAPI) -> None:
@@ -217,7 +220,7 @@ class Endpoints:
         given = body.request_id or http.state.request_id
         salt = tenant_salt(http.state.api_key) if self._service.config.separate_keys else None
         return Call(
-            call_id=f"{prefix}-{given}-{secrets.token_hex(4)}",
+            call_id=f"{prefix}-{given}-{self._run_id}{next(self._numbers):x}",
             priority=_priority(http.headers.get("x-priority")),
             salt=salt,
             arrival_time=time.monotonic(),

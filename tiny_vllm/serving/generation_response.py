@@ -64,6 +64,7 @@ class GenerationResponse(Response):
         self._sends_usage = sends_usage
         self._timeout = timeout
         self._has_started = False
+        self._has_left = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(scope, receive, send))
@@ -71,6 +72,7 @@ class GenerationResponse(Response):
         # Cancelled when the server has waited long enough for its requests to finish.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        self._has_left = watch.done()
         watch.cancel()
         if not work.done():
             work.cancel()
@@ -96,10 +98,8 @@ class GenerationResponse(Response):
             )
             await self._send_error(late, scope, receive, send)
         except asyncio.CancelledError:
-            # Either nobody is there to read this, or the server stops: then it is the stream's end.
-            closing = api_error(EngineDead("the server is shutting down", hint="try again later"))
-            async with asyncio.timeout(LAST_WORD_SECONDS):
-                await self._send_error(closing, scope, receive, send)
+            if not self._has_left:
+                await self._say_good_bye(scope, receive, send)
             raise
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,6 +134,13 @@ class GenerationResponse(Response):
                 _check_reasons(update.deltas)
         if self._sends_usage:
             yield [self._form.usage_chunk(outputs)]
+
+    async def _say_good_bye(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The server stops before the answer is complete."""
+        error = api_error(EngineDead("the server is shutting down", hint="try again later"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                await self._send_error(error, scope, receive, send)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._has_started:
