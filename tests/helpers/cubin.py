@@ -62,6 +62,8 @@ def resource_usage(cubin: bytes) -> dict[str, ResourceUsage]:
         position += length
     usage = {}
     for symbol, values in found.items():
+        if REGISTER_COUNT not in values:  # a function that belongs to a kernel, such as a slow path
+            continue
         (name,) = struct.unpack_from("<I", cubin, symbols.offset + symbol * symbols.entry_size)
         usage[_text(cubin, texts.offset + name)] = ResourceUsage(values[REGISTER_COUNT], values[FRAME_SIZE])
     return usage

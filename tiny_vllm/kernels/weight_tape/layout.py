@@ -276,6 +276,7 @@ def exchange_words(shape: TapeShape, tokens: int) -> int:
     """32-bit words of the buffer in which blocks exchange results."""
     pairs = tokens * shape.num_kv_heads * splits(shape, tokens)
     vectors = shape.qkv_size + shape.q_size + 2 * shape.hidden_size + shape.intermediate_size
-    values = _ceil_div(tokens * vectors, 8) * 8
+    # Segments may lie apart: at most 32 values per 8.
+    values = _ceil_div(4 * tokens * vectors, 8) * 8 + 5 * 128
     # Two buffers of BF16 vectors are as many words as one has values.
     return values + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS

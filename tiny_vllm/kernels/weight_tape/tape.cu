@@ -64,15 +64,28 @@ static_assert(Qkv::ROUND == Qkv::UNITS && Out::ROUND == Out::UNITS && Down::ROUN
 constexpr int Q_SIZE = HEADS * HEAD_DIM, QKV_SIZE = Q_SIZE + 2 * KV_HEADS * HEAD_DIM;
 constexpr int OWN_ROWS = OUT_UNITS * 8;  // of the hidden vector
 constexpr int OWN_FF = UP_UNITS * 4;
-constexpr int ATT_SHARE = (Q_SIZE / 4 + CTAS - 1) / CTAS * 4;  // of the attention vector, to empty
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
-// Exchange: two buffers of vectors (offsets in values), then words with epochs.
-constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QKV_SIZE, X_H1 = X_ATT + TOKENS * Q_SIZE, X_H2 = X_H1 + TOKENS * HIDDEN,
-              X_FF = X_H2 + TOKENS * HIDDEN, VECTOR_VALUES = (X_FF + TOKENS * INTERMEDIATE + 7) / 8 * 8;
+// Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the blocks' segments.
+// With one token, segments lie 64 bytes apart or more: a line that many read while many write is slow to arrive.
+template <int SEGMENT_, int SIZE_>
+struct Vector {
+  static constexpr int SEGMENT = SEGMENT_, SIZE = SIZE_;
+  static constexpr int PITCH = TOKENS == 1 ? (SEGMENT + 31) / 32 * 32 : SEGMENT;
+  static constexpr int STRIDE = PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
+  static DEV int place(int i) { return PITCH == SEGMENT ? i : i / SEGMENT * PITCH + i % SEGMENT; }
+};
+constexpr int ATT_SEGMENT = (Q_SIZE / 8 + CTAS - 1) / CTAS * 8;
+using QkvVector = Vector<QKV_UNITS * 8, QKV_SIZE>;
+using AttVector = Vector<ATT_SEGMENT, Q_SIZE>;
+using HiddenVector = Vector<OWN_ROWS, HIDDEN>;
+using FfVector = Vector<(OWN_FF + 7) / 8 * 8 == OWN_FF ? OWN_FF : INTERMEDIATE, INTERMEDIATE>;
+constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE, X_H1 = X_ATT + TOKENS * AttVector::STRIDE,
+              X_H2 = X_H1 + TOKENS * HiddenVector::STRIDE, X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
+              VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
               X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
-static_assert(X_END == EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
+static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
 constexpr u32 EMPTY = 0xffffu;
 
 struct Params {
@@ -250,12 +263,12 @@ struct Cleaner {
   u32 epoch;
   int lane, cta;
 
-  template <int COUNT>  // values per token, a multiple of 4
-  DEV void clear(u16* place, int stride) {
+  template <class V, int COUNT>  // values per token, a multiple of 4
+  DEV void clear(u16* start) {
     const int first = cta * COUNT;
     for (int i = lane; i < TOKENS * (COUNT / 4); i += 32) {
-      const int token = i / (COUNT / 4), offset = first + i % (COUNT / 4) * 4;
-      if (offset < stride) store_pair((u32*)(place + token * stride + offset), 0xffffffffu, 0xffffffffu);
+      const int token = i / (COUNT / 4), value = first + i % (COUNT / 4) * 4;
+      if (value < V::SIZE) store_pair((u32*)(start + token * V::STRIDE + V::place(value)), 0xffffffffu, 0xffffffffu);
     }
   }
 
@@ -263,11 +276,11 @@ struct Cleaner {
     epoch++;
     asm volatile("bar.sync 2, 544;" ::: "memory");  // the consumers have X_H1
     u16* const next = vectors + ((epoch + 1) & 1) * VECTOR_VALUES;
-    clear<Qkv::UNITS * 8>(next + X_QKV, QKV_SIZE);
-    clear<ATT_SHARE>(next + X_ATT, Q_SIZE);
-    clear<OWN_ROWS>(next + X_H1, HIDDEN);
-    clear<OWN_ROWS>(next + X_H2, HIDDEN);
-    clear<OWN_FF>(next + X_FF, INTERMEDIATE);
+    clear<QkvVector, Qkv::UNITS * 8>(next + X_QKV);
+    clear<AttVector, ATT_SEGMENT>(next + X_ATT);
+    clear<HiddenVector, OWN_ROWS>(next + X_H1);
+    clear<HiddenVector, OWN_ROWS>(next + X_H2);
+    clear<FfVector, OWN_FF>(next + X_FF);
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("bar.arrive 3, 544;" ::: "memory");  // the consumers may publish X_H2
   }
@@ -400,7 +413,9 @@ struct Consumer {
   // This layer's buffer.
   DEV u16* vectors() { return (u16*)p.exchange + (epoch & 1) * VECTOR_VALUES; }
 
-  DEV void publish(int place, float value) { store_half(vectors() + place, (u16)pack_bf16(value, 0.f)); }
+  // start: one of X_QKV ...
+  template <class V>
+  DEV void publish(int start, int token, int i, float value) { store_half(vectors() + start + token * V::STRIDE + V::place(i), (u16)pack_bf16(value, 0.f)); }
 
   DEV float inverse_rms(int token) {
     float sum = 0.f;
@@ -433,35 +448,35 @@ struct Consumer {
     return squares;
   }
 
-  // A take in two parts: the loads, then the waiting. columns: valid ones from `from` on.
+  // A take of X_FF in two parts: the loads, then the waiting. columns: valid ones from `first` on.
   template <int K>
-  DEV void ask(uint4 (&a)[Share<K>::TURNS], const u16* from, int columns) {
+  DEV void ask(uint4 (&a)[Share<K>::TURNS], const u16* start, int first, int columns) {
     using S = Share<K>;
 #pragma unroll
     for (int j = 0; j < S::TURNS; j++) {
       const int i = t + j * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
       a[j] = make_uint4(0, 0, 0, 0);
-      if (token < TOKENS && k8 * 8 < min(K, columns)) a[j] = load_words4((const u32*)(from + token * INTERMEDIATE + k8 * 8));
+      if (token < TOKENS && k8 * 8 < min(K, columns)) a[j] = load_words4((const u32*)(start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8)));
     }
   }
   template <int K>
-  DEV void receive(uint4 (&a)[Share<K>::TURNS], const u16* from, int columns) {
+  DEV void receive(uint4 (&a)[Share<K>::TURNS], const u16* start, int first, int columns) {
     using S = Share<K>;
 #pragma unroll
     for (int j = 0; j < S::TURNS; j++) {
       const int i = t + j * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
       if (token < TOKENS && k8 * 8 < min(K, columns)) {
-        settle(a[j], from + token * INTERMEDIATE + k8 * 8);
+        settle(a[j], start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8));
         put8<false>(token, k8, a[j], a[j]);
       }
     }
   }
 
-  // K values per token from `from` on, published ones (which are waited for) or rows of the embedding, into xs, and
-  // their sums of squares. columns: valid ones from `from` on. `between` runs
+  // K values per token from value `from` of a vector on (they are waited for), or rows of the embedding, into xs, and
+  // their sums of squares. columns: valid ones from there on. `between` runs
   // while the first loads are under way.
-  template <int K, bool NORMED, bool EMBEDDING, class Between>
-  DEV void take(const u16* from, int stride, const u16* norm, int columns, const Between& between) {
+  template <class V, int K, bool NORMED, bool EMBEDDING, class Between>
+  DEV void take(const u16* start, int from, const u16* norm, int columns, const Between& between) {
     using S = Share<K>;
     constexpr int BATCH = S::TURNS < 4 ? S::TURNS : 4;  // loads in flight
 #pragma unroll
@@ -474,8 +489,8 @@ struct Consumer {
         if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
         if (token < TOKENS && k8 * 8 < min(K, columns)) {
           if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
-          if (EMBEDDING) a[j] = __ldg((const uint4*)(from + (i64)s.token[token] * HIDDEN) + k8);
-          else a[j] = load_words4((const u32*)(from + token * stride + k8 * 8));
+          if (EMBEDDING) a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
+          else a[j] = load_words4((const u32*)(start + token * V::STRIDE + V::place(from + k8 * 8)));
         }
       }
       if (first == 0) between();
@@ -484,7 +499,7 @@ struct Consumer {
         const int i = t + (first + j) * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
         float squares = 0.f;
         if (token < TOKENS && k8 * 8 < min(K, columns)) {
-          if (!EMBEDDING) settle(a[j], from + token * stride + k8 * 8);
+          if (!EMBEDDING) settle(a[j], start + token * V::STRIDE + V::place(from + k8 * 8));
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
         }
         if (NORMED && token < TOKENS) {
@@ -680,14 +695,15 @@ struct Consumer {
   // Takes the pair's new q, k and v, normalises, rotates and scales them into shared memory, and stores k and v.
   DEV void take_qkv(int layer, int kv_head, int token, bool stores) {
     constexpr int LANES = HEAD_DIM / 8, ROTATING = (GROUP + 1) * LANES, V_START = (ROTATING + 31) / 32 * 32;
-    const u16* vector = vectors() + X_QKV + token * QKV_SIZE;
+    const u16* vector = vectors() + X_QKV + token * QkvVector::STRIDE;
+    auto at = [&](int i) { return vector + QkvVector::place(i); };
     u16* k_row = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
     u16* v_row_ = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
     if (t < V_START) {
       const int head = min(t / LANES, GROUP), j = t % LANES;  // the last head is k's
-      const u16* from = vector + (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
+      const int from = (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
       uint2 lo, hi;
-      poll_twice4(from, from + HEAD_DIM / 2, lo, hi);
+      poll_twice4(at(from), at(from + HEAD_DIM / 2), lo, hi);
       float a[4] = {low_half(lo.x), high_half(lo.x), low_half(lo.y), high_half(lo.y)};
       float b[4] = {low_half(hi.x), high_half(hi.x), low_half(hi.y), high_half(hi.y)};
 #if QK_NORM
@@ -721,9 +737,9 @@ struct Consumer {
       }
     } else if (t < V_START + LANES) {
       const int j = t - V_START;
-      const u16* from = vector + Q_SIZE + (KV_HEADS + kv_head) * HEAD_DIM + j * 4;
+      const int from = Q_SIZE + (KV_HEADS + kv_head) * HEAD_DIM + j * 4;
       uint2 first, second;
-      poll_twice4(from, from + HEAD_DIM / 2, first, second);
+      poll_twice4(at(from), at(from + HEAD_DIM / 2), first, second);
       *(uint2*)(s.v_new + j * 4) = first;
       *(uint2*)(s.v_new + HEAD_DIM / 2 + j * 4) = second;
       if (stores) { *(uint2*)(v_row_ + j * 4) = first; *(uint2*)(v_row_ + HEAD_DIM / 2 + j * 4) = second; }
@@ -843,8 +859,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     c.load_first<Qkv>(0, Qkv::CHUNKS);
     const u16* norm = p.norms + 2 * layer * HIDDEN;
     auto release = [&]() { c.release_first<Qkv>(0, Qkv::CHUNKS); };
-    if (layer > 0) c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, norm, HIDDEN, release);
-    else c.take<HIDDEN, true, true>(p.embedding, 0, norm, HIDDEN, release);
+    if (layer > 0) c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, norm, HIDDEN, release);
+    else c.take<HiddenVector, HIDDEN, true, true>(p.embedding, 0, norm, HIDDEN, release);
     c.epoch++;
     consumers_sync();
     if (4 % Qkv::KB == 0) c.keep_x<Qkv>();
@@ -859,7 +875,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 #if QKV_BIAS
         value += __uint_as_float((u32)p.qkv_bias[layer * QKV_SIZE + row] << 16);
 #endif
-        c.publish(X_QKV + token * QKV_SIZE + row, value);
+        c.publish<QkvVector>(X_QKV, token, row, value);
       }
     }
 
@@ -885,7 +901,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             value = fmaf(f, *c.scratch<DIRECT_DP>(w * GROUP + head, head, d), value);
             sum = fmaf(f, s.maxima[(w * GROUP + head) * 2 + 1], sum);
           }
-          c.publish(X_ATT + pair_token * Q_SIZE + (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
+          c.publish<AttVector>(X_ATT, pair_token, (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
@@ -929,7 +945,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             value = fmaf(f, part[i * SPLIT_OUTPUTS + c.t], value);
             sum = fmaf(f, s.combine_ml[(i * GROUP + head) * 2 + 1], sum);
           }
-          c.publish(X_ATT + pair_token * Q_SIZE + kv_head * GROUP * HEAD_DIM + output, value / sum);
+          c.publish<AttVector>(X_ATT, pair_token, kv_head * GROUP * HEAD_DIM + output, value / sum);
         }
       }
     }
@@ -937,13 +953,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     // ---- output projection + residual
     c.refresh();
     c.load_first<Out>(0, Out::CHUNKS);
-    if (const Pair pair(s, p.direct_limit); pair.exists && pair.first_tile(c.warp) * POSITIONS <= pair.position) {
-      // The next layer's first keys and values come into L2 now: the ring is full about here and memory would idle.
-      const int next = layer + 1 < LAYERS ? layer + 1 : 0, start = pair.first_tile(c.warp) * POSITIONS;
-      const int part_index = pair.is_direct ? pair.split : c.warp % HALVES;
-      if (part_index < HALVES) c.prefetch_tile(next, s.first_page[c.warp], pair.head, start, pair.position, part_index * SPLIT_DP);
-    }
-    c.take<Q_SIZE, false, false>(c.vectors() + X_ATT, Q_SIZE, nullptr, Q_SIZE, [&]() { c.release_first<Out>(0, Out::CHUNKS); });
+    c.take<AttVector, Q_SIZE, false, false>(c.vectors() + X_ATT, 0, nullptr, Q_SIZE, [&]() { c.release_first<Out>(0, Out::CHUNKS); });
     consumers_sync();
     if (4 % Out::KB == 0) c.keep_x<Out>();
     c.multiply_round<Out>(0, Out::UNITS);
@@ -952,13 +962,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     if (owns(c.t)) {
       const float value = s.residual[c.t] + c.total<Out>(c.t % OWN_ROWS, c.t / OWN_ROWS);
       s.residual[c.t] = value;
-      c.publish(X_H1 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, value);
+      c.publish<HiddenVector>(X_H1, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
 
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
-    c.take<HIDDEN, true, false>(c.vectors() + X_H1, HIDDEN, p.norms + (2 * layer + 1) * HIDDEN, HIDDEN, [&]() { c.release_first<Up>(0, Up::CHUNKS); });
+    c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H1, 0, p.norms + (2 * layer + 1) * HIDDEN, HIDDEN, [&]() { c.release_first<Up>(0, Up::CHUNKS); });
     consumers_sync();
     asm volatile("bar.arrive 2, 544;" ::: "memory");
     if (4 % Up::KB == 0) c.keep_x<Up>();
@@ -973,7 +983,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         const int token = i / (count * 4), local = i % (count * 4), row = (local >> 2) * 8 + (local & 3);
         const int column = cta * OWN_FF + first * 4 + local;
         const float r = c.inverse_rms(token), gate = c.total<Up>(row, token) * r, up = c.total<Up>(row + 4, token) * r;
-        if (column < INTERMEDIATE) c.publish(X_FF + token * INTERMEDIATE + column, gate / (1.f + __expf(-gate)) * up);
+        if (column < INTERMEDIATE) c.publish<FfVector>(X_FF, token, column, gate / (1.f + __expf(-gate)) * up);
       }
     }
     c.base += Up::CHUNKS;
@@ -997,16 +1007,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     const u16* const ff = c.vectors() + X_FF;
     uint4 coming[PASS_TURNS];
     auto release_down = [&]() { c.release_first<Down>(0, Down::CHUNKS); };
-    if constexpr (AHEAD) { c.ask<PASS_COLUMNS>(coming, ff, INTERMEDIATE); release_down(); }
+    if constexpr (AHEAD) { c.ask<PASS_COLUMNS>(coming, ff, 0, INTERMEDIATE); release_down(); }
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
-      const u16* from = ff + pass * PASS_COLUMNS;
-      const int columns = INTERMEDIATE - pass * PASS_COLUMNS;
+      const int from = pass * PASS_COLUMNS, columns = INTERMEDIATE - from;
       if (pass > 0) consumers_sync();
-      if constexpr (AHEAD) c.receive<PASS_COLUMNS>(coming, from, columns);
-      else c.take<PASS_COLUMNS, false, false>(from, INTERMEDIATE, nullptr, columns, [&]() { if (pass == 0) release_down(); });
+      if constexpr (AHEAD) c.receive<PASS_COLUMNS>(coming, ff, from, columns);
+      else c.take<FfVector, PASS_COLUMNS, false, false>(ff, from, nullptr, columns, [&]() { if (pass == 0) release_down(); });
       consumers_sync();
-      if (AHEAD && pass + 1 < PASSES) c.ask<PASS_COLUMNS>(coming, from + PASS_COLUMNS, columns - PASS_COLUMNS);
+      if (AHEAD && pass + 1 < PASSES) c.ask<PASS_COLUMNS>(coming, ff, from + PASS_COLUMNS, columns - PASS_COLUMNS);
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
       for (int i = pass * PASS_KB * DOWN_UNITS + c.group; i < end; i += 4) {
@@ -1019,14 +1028,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     if (owns(c.t)) {
       const float value = s.residual[c.t] + c.total<Down>(c.t % OWN_ROWS, c.t / OWN_ROWS);
       s.residual[c.t] = value;
-      c.publish(X_H2 + c.t / OWN_ROWS * HIDDEN + cta * OWN_ROWS + c.t % OWN_ROWS, value);
+      c.publish<HiddenVector>(X_H2, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
   }
 
   // ---- LM head and draw
   c.refresh();
   c.load_first<Head>(0, Head::CHUNKS);
-  c.take<HIDDEN, true, false>(c.vectors() + X_H2, HIDDEN, p.norms + 2 * LAYERS * HIDDEN, HIDDEN, [&]() { c.release_first<Head>(0, Head::CHUNKS); });
+  c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, p.norms + 2 * LAYERS * HIDDEN, HIDDEN, [&]() { c.release_first<Head>(0, Head::CHUNKS); });
   consumers_sync();
   if (4 % Head::KB == 0) c.keep_x<Head>();
   const int token = c.t % TOKENS;
