@@ -4,7 +4,7 @@ The engine is the tests' stub, which emits a token for every slot each step. Wit
 every token becomes an event of its own; without one the API process is the bottleneck and sends several
 tokens at once. Processor time is read from /proc, so other load on the machine disturbs little.
 
-    python -m benchmarks.http_cost --clients 64 --tokens 400
+    python -m benchmarks.http_cost --clients 64 --tokens 400 [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 SERVER = """
@@ -91,11 +93,18 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    rows = []
     for path in ("/v1/completions", "/v1/chat/completions"):
         for step_seconds in (0.01, 0.0):
             result = measure(step_seconds, args.clients, args.tokens, path)
-            print(json.dumps({"path": path, "step_seconds": step_seconds, **result}))
+            rows.append({"path": path, "step_seconds": step_seconds, **result})
+            print(json.dumps(rows[-1]), flush=True)
+    if args.json is not None:
+        versions = {name: version(name) for name in ("fastapi", "httptools", "uvicorn", "uvloop")}
+        content = {"clients": args.clients, "python": platform.python_version(), **versions, "rows": rows}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

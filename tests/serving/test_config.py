@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from tiny_vllm.cli.main import build_parser
+from tiny_vllm.cli.serve import server_config
+from tiny_vllm.errors import ConfigError
+from tiny_vllm.serving.config import API_KEY_VARIABLE, ServerConfig
+
+
+def parsed(*arguments: str) -> ServerConfig:
+    return server_config(build_parser().parse_args(["serve", *arguments]))
+
+
+def test_no_arguments_give_the_defaults_and_these_are_for_this_machine_only() -> None:
+    assert parsed() == ServerConfig()
+    assert ServerConfig().host == "127.0.0.1" and ServerConfig().cors_origin == ()
+
+
+def test_every_option_is_on_the_command_line() -> None:
+    known = vars(build_parser().parse_args(["serve"]))
+    assert {option.name for option in fields(ServerConfig)} <= known.keys()
+
+
+def test_options_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "c, d,")
+    config = parsed(
+        "--port", "0", "--api-key", "a", "--api-key", "b", "--no-live-page", "--request-timeout", "2"
+    )
+    assert config == ServerConfig(port=0, api_key=("a", "b", "c", "d"), live_page=False, request_timeout=2.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"port": 1.5},
+        {"max_requests": 0},
+        {"receive_timeout": 0.0},
+        {"request_timeout": float("nan")},
+        {"restart_engine": 1},
+        {"api_key": ("",)},
+        {"api_key": ("ä",)},
+        {"api_key": "key"},
+        {"cors_origin": (5,)},
+        {"separate_keys": True},
+        {"host": None},
+    ],
+)
+def test_wrong_values_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerConfig(**options)
