@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cuda.driver import architecture
+from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, TapeLayout, TapeShape, token_buckets, unsupported
 from tiny_vllm.kernels.weight_tape.pack import TapeMatrices, pack_tape
@@ -105,9 +105,14 @@ class TapeDecode:
         """The kernel for a number of rows up to `max_rows`; allocates its buffers when first asked."""
         bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
         if bucket not in self._steps:
-            function = self._functions[bucket]
-            self._steps[bucket] = TapeStep(function, self._model, self._state, self._temperature, bucket)
+            self._steps[bucket] = TapeStep(
+                self.function(bucket), self._model, self._state, self._temperature, bucket
+            )
         return self._steps[bucket]
+
+    def function(self, num_rows: int) -> CudaFunction:
+        """The compiled kernel for a number of rows up to `max_rows`."""
+        return self._functions[next(bucket for bucket in self._buckets if bucket >= num_rows)]
 
     def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
         step, count = self._place(slots), slots.shape[0]

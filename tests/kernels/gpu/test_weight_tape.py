@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -247,7 +249,7 @@ def test_it_draws_what_the_rule_of_the_race_says_and_moves_the_slots_on(world: W
 
 
 def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
-    slots, positions, num_steps = [3, 1], [480, 900], 50
+    slots, positions, num_steps = [3, 1], [480, 900], 1000 if world.spec.head_dim == 64 else 100
     step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
     runs = []
@@ -270,7 +272,7 @@ def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
         runs.append(
             (torch.stack(tokens), step.logits.clone(), world.cache.k.nan_to_num(), world.cache.v.nan_to_num())
         )
-    assert len(set(runs[0][0][:, 0].tolist())) > num_steps // 2, "the run is no test if it loops"
+    assert len(set(runs[0][0][:, 0].tolist())) > 50, "the run is no test if it loops"
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
@@ -285,3 +287,23 @@ def test_a_row_whose_logits_are_not_finite_is_reported_and_hurts_no_other(world:
     torch.cuda.synchronize()
     assert step.is_valid.tolist() == [True, False]
     assert int(step.tokens[0]) == int(step.logits[0].argmax()) and int(step.tokens[1]) == 0
+
+
+STUCK = """
+import torch
+from tests.kernels.gpu.test_weight_tape import make_world
+from tiny_vllm.kernels.weight_tape.step import NUM_THREADS
+
+world = make_world("1b")
+step = world.tape.step(1)
+# Half of the blocks are missing, so the others wait for vectors that never come.
+function = world.tape.function(1)
+function.prepare((step.parameters,), grid=64, block=NUM_THREADS, cooperative=True).launch()
+torch.cuda.synchronize()
+"""
+
+
+def test_a_stuck_kernel_becomes_an_error() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "CUDA error" in done.stderr

@@ -145,7 +145,7 @@ class TapeStep:
             state.page_table,
         ):
             assert table.dtype == torch.int64
-        self._params = _Params(
+        self.parameters = _Params(
             address(model.tape), address(model.norms), address(model.qk_norms), address(model.qkv_bias),
             address(model.embedding), address(model.k_cache), address(model.v_cache), address(model.cos_sin),
             address(state.page_table), address(state.computed_len), address(state.last_token),
@@ -154,21 +154,23 @@ class TapeStep:
             address(self.is_valid), state.page_table.stride(0), model.k_cache.shape[1],
             temperature.shape[0], model.rms_norm_eps, model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1, 0,
         )  # fmt: skip
-        self._launch = function.prepare((self._params,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True)
+        self._launch = function.prepare(
+            (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
+        )
         self.local_bytes = function.local_bytes
 
     def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
         """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
-        self._params.window, self._params.direct_limit = window, direct_limit
+        self.parameters.window, self.parameters.direct_limit = window, direct_limit
 
     def draw(self, *, stores_logits: bool = False) -> None:
         """Enqueue a step of `slots`: next tokens into `tokens`, `is_valid` and the slot tables."""
-        self._params.logits = self.logits.data_ptr() if stores_logits else None
-        self._params.draw = 1
+        self.parameters.logits = self.logits.data_ptr() if stores_logits else None
+        self.parameters.draw = 1
         self._launch.launch()
 
     def compute_logits(self) -> None:
         """Enqueue a step of `slots` that writes `logits` and leaves the slot tables as they are."""
-        self._params.logits = self.logits.data_ptr()
-        self._params.draw = 0
+        self.parameters.logits = self.logits.data_ptr()
+        self.parameters.draw = 0
         self._launch.launch()
