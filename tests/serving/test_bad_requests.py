@@ -103,6 +103,18 @@ def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> 
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_very_long_prompt_holds_nobody_up(server: RunningServer) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        long = pool.submit(server.complete, "hello world " * 300_000)
+        seconds = []
+        while not long.done():
+            start = time.monotonic()
+            assert server.get("/health").status == 200
+            seconds.append(time.monotonic() - start)
+        assert "must be shorter than the context" in long.result().error["message"]
+    assert len(seconds) > 5 and max(seconds) < 1
+
+
 def test_unknown_paths_and_methods(server: RunningServer) -> None:
     assert (server.get("/v1/nothing").status, server.get("/v1/completions").status) == (404, 405)
     assert "no /v1/nothing here" in server.get("/v1/nothing").error["message"]

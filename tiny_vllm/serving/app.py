@@ -7,6 +7,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,7 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+NUM_WORKERS = 2
 LONG_TEXT = 20_000
 """Characters above which a prompt is tokenised in another thread, so that others do not wait."""
 
@@ -97,6 +99,8 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
 class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
+        # Few, because each may need a hundred times the memory of its text.
+        self._workers = ThreadPoolExecutor(NUM_WORKERS)
         self._run_id = secrets.token_hex(3)
         self._numbers = itertools.count(1)
         self._page = Path(__file__).with_name("page.html").read_bytes()
@@ -136,7 +140,9 @@ class Endpoints:
         self._service.check_model(body.model)
         call = self._call(http, body, "cmpl")
         maker = self._service.maker
-        prepared = await _prepare(partial(maker.completion, body, call), amount_of_text(body.prompt))
+        prepared = await _prepare(
+            self._workers, partial(maker.completion, body, call), amount_of_text(body.prompt)
+        )
         form = CompletionFormat(body, self._heading(call), self._service.model.tokenizer)
         return self._generation(http, body, prepared, form)
 
@@ -145,7 +151,9 @@ class Endpoints:
         self._service.check_model(body.model)
         call = self._call(http, body, "chatcmpl")
         maker = self._service.maker
-        prepared = await _prepare(partial(maker.chat, body, call), amount_of_text(body.messages))
+        prepared = await _prepare(
+            self._workers, partial(maker.chat, body, call), amount_of_text(body.messages)
+        )
         form = ChatFormat(body, self._heading(call), self._service.model.tokenizer)
         return self._generation(http, body, prepared, form)
 
@@ -154,7 +162,7 @@ class Endpoints:
         self._service.check_model(body.model)
         maker, tokenizer = self._service.maker, self._service.model.tokenizer
         amount = amount_of_text(body.prompt) + amount_of_text(body.messages)
-        token_ids = await _prepare(partial(maker.tokens, body), amount)
+        token_ids = await _prepare(self._workers, partial(maker.tokens, body), amount)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self._service.max_model_len,
@@ -168,7 +176,7 @@ class Endpoints:
     async def detokenize(self, http: Request) -> Response:
         body = await read_body(http, DetokenizeBody, self._service.config)
         self._service.check_model(body.model)
-        text = await _prepare(partial(self._service.maker.text, body), len(body.tokens))
+        text = await _prepare(self._workers, partial(self._service.maker.text, body), len(body.tokens))
         return _json({"prompt": text})
 
     async def models(self) -> Response:
@@ -300,11 +308,11 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, fault)
 
 
-async def _prepare(work: partial[Any], amount: int) -> Any:
+async def _prepare(workers: Executor, work: partial[Any], amount: int) -> Any:
     """Run work on a prompt: here if it is short, else where it holds nobody up."""
     if amount <= LONG_TEXT:
         return work()
-    return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(workers, work)
 
 
 def _priority(header: str | None) -> int | None:
