@@ -82,6 +82,36 @@ def test_logit_bias_forces_and_forbids(client: openai.OpenAI, server: RunningSer
     assert "Paris" not in forbidden.choices[0].text
 
 
+def test_the_last_added_token_can_be_biased_and_one_more_cannot(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
+    tokenizer = server.service.model.tokenizer
+    assert tokenizer is not None
+    last = tokenizer.vocab_size - 1
+    options: Any = dict(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2)
+    options["extra_body"] = {"return_token_ids": True}
+    forced: Any = client.completions.create(**options, logit_bias={str(last): 100})
+    assert forced.choices[0].token_ids == [last, last]
+    with pytest.raises(openai.BadRequestError, match=str(last + 1)):
+        client.completions.create(**options, logit_bias={str(last + 1): 100})
+
+
+def test_bad_requests_do_not_touch_running_ones(client: openai.OpenAI, server: RunningServer) -> None:
+    options: Any = dict(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=40, stream=True)
+    options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+
+    def tokens(disturb: bool) -> list[int]:
+        seen: list[int] = []
+        for chunk in client.completions.create(**options):
+            seen += chunk.choices[0].token_ids  # type: ignore[attr-defined]
+            if disturb:
+                for prompt in ([-1], [5, 49152], [2**63], [[5], [-1]], "x" * 100_000):
+                    assert server.complete(prompt).status == 400
+        return seen
+
+    assert tokens(disturb=True) == tokens(disturb=False)
+
+
 def test_random_bytes_stream_as_they_decode(client: openai.OpenAI, server: RunningServer) -> None:
     tokenizer = server.service.model.tokenizer
     assert tokenizer is not None

@@ -168,6 +168,20 @@ def test_a_chat_may_fill_the_context(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_prompts_at_the_edge_of_the_context(server: RunningServer, is_streamed: bool) -> None:
+    """The context has 512 tokens, of which at least one must be left to generate."""
+    for num_tokens, max_tokens in ((511, 1), (511, 10**6), (510, 10**6)):
+        answer = server.complete([28] * num_tokens, max_tokens=max_tokens, stream=is_streamed)
+        assert answer.status == 200
+        choice = (answer.events()[-1] if is_streamed else answer.json())["choices"][0]
+        assert choice["finish_reason"] == "length"
+    for num_tokens in (512, 513, 5120):
+        answer = server.complete([28] * num_tokens, max_tokens=1, stream=is_streamed)
+        assert answer.status == 400
+        assert f"{num_tokens} tokens" in answer.error["message"] and "512" in answer.error["message"]
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     options: Any = dict(model=MODEL, messages=HELLO, max_tokens=4, logprobs=True)
     plain = client.chat.completions.create(**options).choices[0].logprobs

@@ -73,6 +73,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
         finally:
             await service.engine.close()
             await supervisor
+            endpoints.close()
 
     app = FastAPI(title="tiny-vllm", version=package_version(), lifespan=lifespan)
     endpoints = Endpoints(service)
@@ -134,6 +135,9 @@ class Endpoints:
         if self._service.config.live_page:
             get("/", self.page, "A chat and a live picture of the engine", "text/html")
             get("/live", self.live, "What the picture is made of, as server-sent events", SSE)
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def completions(self, http: Request) -> Response:
         body = await read_body(http, CompletionBody, self._service.config)
