@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_timing import Report, measure_read_rate, time_replays
+from tiny_vllm.engine.decode_graphs import MIN_CONTEXT_BUCKET
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import has_pdl
 from tiny_vllm.models.decode_chain import ChainResult, DecodeChain
@@ -115,7 +116,8 @@ class Workload:
         self.state.sample_position.zero_()
 
     def step(self) -> ChainResult:
-        longest = self.context + REPLAYS
+        # As the engine's graphs allow for.
+        longest = max(MIN_CONTEXT_BUCKET, 1 << (self.context + REPLAYS - 1).bit_length())
         return self.chain.step(self.state, self.slots, self.temperature, max_context_len=longest)
 
     @torch.inference_mode()

@@ -1,11 +1,12 @@
-"""Which tiles are fastest for the products and the attention of a decode step, by number of rows?
+"""Which tiles are fastest for the products and the attention of a decode step, each by itself?
 
     PYTHONPATH=. python3 benchmarks/gpu_tune_chain.py --output tune.json [--seconds 190] [--only direct,tiled]
 
 Llama-3.2-1B's shape in BF16. Every variant is compiled by worker processes, checked against FP32 and then
 timed as a chain over weights that push each other out of the cache, with programmatic dependent launch where
-the GPU has it; cuBLAS beside it. Variants that run out of resources are reported as such. Results are written
-as they come, and when the time is up, the best so far are printed.
+the GPU has it; cuBLAS beside it. gpu_tune_step.py varies the same within a step. Variants that run out of
+resources are reported as such. Results are written as they come, and when the time is up, the best so far are
+printed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from benchmarks.gpu_timing import Report, measure_read_rate, rotate, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
 from tiny_vllm.kernels import norm_linear, paged_decode_attention
 from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.norm_linear import _launch_norm_linear
 from tiny_vllm.kernels.paged_decode_attention import AttentionTiles, attend_pages, paged_decode_attention_ref
 from tiny_vllm.kernels.slot_inputs import SlotState, read_slots
-from tiny_vllm.kernels.tiled_linear import launch_finish_rows, launch_tiled_product
+from tiny_vllm.kernels.tiled_linear import Tiles, launch_tiled_product
 from tiny_vllm.kernels.triton_support import has_pdl, next_power_of_2
 
 EPS = 1e-5
@@ -145,14 +147,6 @@ TILED = {
         (256, 64, 1, 4, 8),
     ),
 }  # fmt: skip
-# The same with rows of x as the operand of 64 and more rows, and few rows of W per program.
-ROWS_FIRST = {
-    "qkv": ((32, 128, 1, 4, 4), (64, 128, 2, 4, 4), (128, 64, 4, 4, 8)),
-    "output": ((16, 128, 1, 4, 4), (32, 128, 2, 4, 4), (64, 128, 4, 3, 4), (128, 64, 4, 4, 8)),
-    "gate_up": ((32, 128, 1, 3, 4), (64, 64, 1, 5, 4), (128, 64, 1, 4, 8)),
-    "down": ((16, 128, 1, 4, 4), (32, 128, 2, 4, 4), (64, 128, 8, 4, 4), (128, 64, 8, 4, 8)),
-    "lm_head": ((64, 128, 1, 4, 4), (128, 64, 1, 4, 8), (256, 64, 1, 4, 8)),
-}
 # (sequences, context): tiles as (keys per tile, parts, warps, stages).
 ATTENTION: dict[tuple[int, int], tuple[tuple[int, int, int, int], ...]] = {
     (1, 129): ((64, 4, 4, 2), (64, 4, 8, 2), (128, 2, 8, 2), (128, 2, 4, 2), (32, 8, 2, 2), (32, 8, 4, 2)),
@@ -198,17 +192,12 @@ def make_cases() -> Iterator[Case]:
                 tile_len=tile_len, max_parts=parts, num_warps=warps, num_stages=stages))  # fmt: skip
     for rows in (64, 16, 32, 128, 256):
         for name in MATRICES:
-            for weights_first, choices in (
-                (True, TILED[name]),
-                (False, ROWS_FIRST[name] if rows >= 64 else ()),
-            ):
-                for n, k, splits, stages, warps in choices:
-                    for tma, ahead in ((True, 0), (True, 128), (False, 128)):
-                        yield Case("tiled", name, rows, tiles_of(
-                            BLOCK_M=min(rows, 128), BLOCK_N=n, BLOCK_K=k, SPLITS=splits,
-                            STAGES=min(stages, 3) if rows >= 128 and k == 128 else stages,
-                            WEIGHTS_FIRST=weights_first, TMA=tma, PREFETCH=ahead,
-                            num_warps=warps))  # fmt: skip
+            for n, k, splits, stages, warps in TILED[name]:
+                for ahead in (0, 128):
+                    yield Case("tiled", name, rows, tiles_of(
+                        block_n=n, block_k=k,
+                        stages=min(stages, 3) if rows >= 128 and k == 128 else stages,
+                        ahead=ahead, num_warps=warps, splits=splits))  # fmt: skip
 
 
 @contextmanager
@@ -223,9 +212,12 @@ def launch_product(
 ) -> Tensor:
     matrix = MATRICES[case.name]
     if case.kind == "tiled":
+        tiles = dict(case.tiles)
+        splits = tiles.pop("splits")
         return launch_tiled_product(
-            x, weight, dict(case.tiles), gated=matrix.gated, out_dtype=matrix.out_dtype, pdl=pdl
-        )
+            x, weight, Tiles(**tiles), splits=splits, gated=matrix.gated,
+            out_dtype=torch.float32 if splits > 1 else matrix.out_dtype, pdl=pdl,
+        )  # fmt: skip
     with tiles_forced(norm_linear, lambda: dict(case.tiles)):
         return _launch_norm_linear.__wrapped__(
             x, weight, norm_weight=norm if matrix.has_norm else None, eps=EPS, gated=matrix.gated,
@@ -328,7 +320,7 @@ class Bench:
             weights = self.weights(case.name)
             x, norm, residual, expected = self.inputs(case.name, case.rows, case.kind != "tiled")
             actual = launch_product(case, x, weights[0], norm, residual, self.pdl)
-            actual = actual.sum(0) if actual.dim() == 3 else actual
+            actual = actual.sum(0) if case.kind == "tiled" else actual
             num_bytes, count = weights[0].nbytes, len(weights)
 
             def chain() -> list[Tensor]:
@@ -377,7 +369,7 @@ def bench_small_pieces(report: Report, bench: Bench) -> None:
         }
         for splits, values in partials.items():
             pieces[f"finish_rows {splits}"] = lambda values=values, residual=residual, norm=norm: [
-                launch_finish_rows(values, residual, norm, EPS, pdl=bench.pdl) for _ in range(20)
+                finish_rows(values, residual, norm, EPS, pdl=bench.pdl) for _ in range(20)
             ]
         for name, launch in pieces.items():
             count = len(launch())

@@ -9,15 +9,18 @@ from tests.helpers.kernel_compiler import CompiledKernel, compiling, decode_chai
 from tiny_vllm.kernels.draw_tokens import draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.mask_filtered import mask_filtered
+from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
 from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
-CHAINED = {"_attend_part_kernel", "_join_parts_kernel", "_norm_linear_kernel", "_draw_tile_kernel"}
+FEW_ROWS = {"_attend_part_kernel", "_join_parts_kernel", "_norm_linear_kernel", "_draw_tile_kernel"}
+MANY_ROWS = {"_rope_and_attend_kernel", "_tiled_product_kernel", "_finish_rows_kernel", "_draw_tile_kernel"}
 # name: changes to the shape of Llama-3.2-1B
 MODELS = {
     "llama_1b": {},
@@ -28,11 +31,13 @@ MODELS = {
 
 def check(kernels: list[CompiledKernel]) -> None:
     for kernel in kernels:
-        assert kernel.stack_bytes == 0, f"{kernel.name} spills: {kernel}"
+        assert kernel.stack_bytes == 0, f"{kernel.name} spills with {kernel.constants}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 16, 256)), 64]
+)
 @pytest.mark.parametrize(
     "model",
     ["llama_1b", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "llama_1b")],
@@ -41,22 +46,24 @@ def test_decode_step(model: str, rows: int, dtype: torch.dtype) -> None:
     with compiling() as kernels:
         decode_chain(rows, dtype, **MODELS[model])
     check(kernels)
-    assert {kernel.name for kernel in kernels} > CHAINED
+    assert {kernel.name for kernel in kernels} > (FEW_ROWS if rows <= MAX_SMALL_ROWS else MANY_ROWS)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_chained_kernel_waits_once_after_loading_weights_and_before_storing(rows: int) -> None:
     with compiling() as kernels:
         decode_chain(rows)
     for kernel in kernels:
         before, *after = kernel.ptx.split("griddepcontrol.wait")
-        if kernel.name not in CHAINED:
+        if kernel.name not in FEW_ROWS | MANY_ROWS:
             continue
         assert len(after) == 1
         assert before.count("griddepcontrol.launch_dependents") == 1
         assert "st.global" not in before
         if kernel.name == "_norm_linear_kernel":
             assert before.count("evict_first") >= 8
+        if kernel.name == "_tiled_product_kernel":
+            assert "prefetch.global.L2" in before and "cp.async.bulk.tensor" in after[0]
 
 
 def test_several_rows_use_tensor_cores() -> None:
@@ -64,14 +71,31 @@ def test_several_rows_use_tensor_cores() -> None:
         decode_chain(8)
     products = [kernel for kernel in kernels if kernel.name == "_norm_linear_kernel"]
     assert products and all("mma.sync" in kernel.ptx for kernel in products)
+    with compiling() as kernels:
+        decode_chain(16)
+    products = [kernel for kernel in kernels if kernel.name == "_tiled_product_kernel"]
+    assert products and all("wgmma" in kernel.ptx for kernel in products)
 
 
 def test_a_gpu_without_dependent_launch_and_fp32() -> None:
     with compiling(capability=80) as kernels:
         decode_chain(1, use_pdl=False)
         decode_chain(4, torch.float32, use_pdl=False)
+        decode_chain(16, use_pdl=False)
     assert kernels and all(".target sm_80" in kernel.ptx for kernel in kernels)
     assert not any("griddepcontrol" in kernel.ptx for kernel in kernels)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_attention_that_rotates(head_dim: int, splits: int) -> None:
+    cache, index = meta(100, 8, 16, head_dim), meta(16, dtype=torch.int64)
+    parts = meta(splits, 16, 48 * head_dim, dtype=torch.float32)
+    table, angles = meta(16, 256, dtype=torch.int64), meta(4096, head_dim, dtype=torch.float32)
+    with compiling() as kernels:
+        rope_and_attend(parts, None, angles, index, cache, cache, table, index, 32, 0.125, pdl=True)
+    check(kernels)
+    assert [kernel.name for kernel in kernels] == ["_rope_and_attend_kernel", "_join_parts_kernel"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

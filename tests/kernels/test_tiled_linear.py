@@ -50,9 +50,9 @@ def test_stages_fit_into_shared_memory() -> None:
 
 
 def test_of_more_programs_than_multiprocessors_two_share_one() -> None:
-    tiles = fit_stages(TILES, 64, MOST_PROGRAMS + 1, False, SHARED_BYTES)
-    assert 2 * tiles.stages * 2 * (64 + tiles.block_n) * tiles.block_k <= SHARED_BYTES
-    assert tiles.stages >= 3
+    assert fit_stages(TILES, 64, MOST_PROGRAMS + 1, False, SHARED_BYTES) == replace(TILES, stages=3)
+    # A stage is 48 KB, or 24 of half the length.
+    assert fit_stages(TILES, 64, MOST_PROGRAMS + 1, True, SHARED_BYTES) == replace(TILES, block_k=64)
 
 
 def test_few_stages_become_more_of_half_the_length() -> None:

@@ -55,6 +55,7 @@ MAX_SMALL_ROWS = 8
 # Down: 2 rows by 8 warps 9.1, 4 by 8 10.1, 2 by 4 9.5. More in
 # benchmarks/results/2026-11-29-h200-chain-tiles.json.
 ONE_ROW_TILES = (
+    (1024, (8, 1024, 1, 4)),
     (2048, (4, 2048, 1, 2)),
     (4096, (4, 4096, 1, 4)),
     (8192, (2, 8192, 1, 8)),

@@ -29,6 +29,7 @@ from tiny_vllm.kernels.paged_decode_attention import (
 )
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.triton_support import (
+    IS_INTERPRETED,
     jit,
     launch_dependents,
     launch_options,
@@ -77,6 +78,18 @@ def _sum_parts(parts_ptr, bias_ptr, places, mask, num_values, SPLITS: tl.constex
     if HAS_BIAS:
         total += tl.load(bias_ptr + places % WIDTH, mask=mask, other=0.0).to(tl.float32)
     return total
+
+
+@jit
+def _in_its_layout(values):
+    """The same values, which the compiler then does not compute in every warp: for the operand of a product
+    that all warps read, it would otherwise (with heads of 128: 255 registers and spills, instead of 128)."""
+    if IS_INTERPRETED or values.dtype == tl.float32:
+        return values
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
 
 
 @jit
@@ -156,7 +169,7 @@ def _rope_and_attend_kernel(
     turned = _sum_parts(
         parts_ptr, bias_ptr, q_place + partners[None, :], is_q, num_values, SPLITS, HAS_BIAS, WIDTH
     )
-    q = (q * cos[None, :] + turned * sin[None, :]).to(k_cache_ptr.dtype.element_ty)
+    q = _in_its_layout((q * cos[None, :] + turned * sin[None, :]).to(k_cache_ptr.dtype.element_ty))
 
     is_new = is_dim & holds_newest
     k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM

@@ -90,6 +90,7 @@ SHARED_BYTES = 232448
 # For what the compiler needs besides the tiles.
 SPARE_SHARED_BYTES = 2048
 FEWEST_STAGES = 3
+SHORTEST_BLOCK_K = 32
 
 
 def split_linear_ref(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor:
@@ -239,13 +240,13 @@ def fit_stages(tiles: Tiles, block_m: int, num_programs: int, gated: bool, share
     """
     if num_programs > MOST_PROGRAMS:
         shared_bytes //= 2
-    stage_bytes = 2 * (block_m + tiles.block_n * (2 if gated else 1)) * tiles.block_k
-    stages = (shared_bytes - SPARE_SHARED_BYTES) // stage_bytes
-    if stages < min(FEWEST_STAGES, tiles.stages) and tiles.block_k > 32:
-        return fit_stages(
-            replace(tiles, block_k=tiles.block_k // 2), block_m, num_programs, gated, shared_bytes
-        )
-    return replace(tiles, stages=max(min(stages, tiles.stages), 1))
+    row_bytes = 2 * (block_m + tiles.block_n * (2 if gated else 1))
+    block_k = tiles.block_k
+    while True:
+        stages = (shared_bytes - SPARE_SHARED_BYTES) // (row_bytes * block_k)
+        if stages >= min(FEWEST_STAGES, tiles.stages) or block_k == SHORTEST_BLOCK_K:
+            return replace(tiles, block_k=block_k, stages=max(min(stages, tiles.stages), 1))
+        block_k //= 2
 
 
 @functools.cache
