@@ -79,7 +79,7 @@ def _time_draw(report: RowReport, cases: KernelCases, batch_size: int) -> None:
 
 def _time_case(report: RowReport, cases: KernelCases, case: KernelCase) -> None:
     """One line: as the engine launches the kernel, and where that is a chain, also without."""
-    chained = cases.can_chain(case.line["batch_size"])
+    chained = cases.can_chain()
     seconds = _time(case, cases, partial(case.launch, chained))
     more: dict[str, Any] = {"us": seconds * 1e6}
     if chained:

@@ -22,6 +22,7 @@ from tiny_vllm.kernels.paged_decode_attention import (
     prepare_decode_attention,
 )
 from tiny_vllm.kernels.qkv_rope_and_cache import qkv_rope_and_cache
+from tiny_vllm.kernels.tiled_linear import split_linear, tiled_linear
 from tiny_vllm.kernels.triton_support import has_pdl, runs_triton
 from tiny_vllm.models.spec import ModelSpec
 
@@ -117,6 +118,8 @@ class KernelCases:
 
     def _product(self, name: str, x: Tensor, weights: list[Tensor]) -> Callable[[bool], list[Tensor]]:
         spec, batch_size = self.spec, len(x)
+        if batch_size > MAX_SMALL_ROWS and runs_triton(x):
+            return self._tiled_product(name, x, weights)
         norm = torch.ones(spec.hidden_size, device=self.device)
         if name == "qkv":
             cos_sin = torch.randn(batch_size, spec.rope.rotary_dim, device=self.device)
@@ -135,6 +138,15 @@ class KernelCases:
         options["out_dtype"] = torch.float32 if name == "lm_head" else None
         return lambda pdl: [norm_linear(x, weight, **options, pdl=pdl) for weight in weights]
 
+    def _tiled_product(self, name: str, x: Tensor, weights: list[Tensor]) -> Callable[[bool], list[Tensor]]:
+        """As the chain computes it with many rows; what else belongs to the step is in other kernels."""
+        if name in ("gate_up", "lm_head"):
+            gated, out_dtype = name == "gate_up", torch.float32 if name == "lm_head" else None
+            return lambda pdl: [
+                tiled_linear(x, weight, gated=gated, out_dtype=out_dtype, pdl=pdl) for weight in weights
+            ]
+        return lambda pdl: [split_linear(x, weight, pdl) for weight in weights]
+
     def _case(
         self,
         line: dict[str, Any],
@@ -148,9 +160,9 @@ class KernelCases:
         is_cold = num_bytes * len(copies) >= COLD_BYTES
         return KernelCase(line, num_bytes, len(copies), launch, rival, is_cold)
 
-    def can_chain(self, batch_size: int) -> bool:
-        """Whether the engine launches kernels of so many rows with programmatic dependence here."""
-        return has_pdl(self.device) and batch_size <= MAX_SMALL_ROWS
+    def can_chain(self) -> bool:
+        """Whether the engine launches kernels with programmatic dependence here."""
+        return has_pdl(self.device)
 
     def _copies(
         self,
