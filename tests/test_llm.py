@@ -430,6 +430,15 @@ def test_nan_logits_fail_only_their_own_request(model: Any, tmp_path: Path) -> N
             ]
 
 
+def test_the_pool_can_be_sized_in_bytes(directory: Path) -> None:
+    sizes = []
+    for num_bytes in (1 << 20, 1 << 21):
+        with LLM(str(directory), kv_cache_memory_bytes=num_bytes, max_num_seqs=512) as llm:
+            sizes.append(llm.stats().num_pages)
+            assert len(llm.generate([[5, 6]], greedy(3))[0].outputs[0].token_ids) == 3
+    assert sizes[0] > 0 and sizes[1] == 2 * sizes[0]
+
+
 def test_unknown_options_and_a_closed_llm_are_errors(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_length(.|\n)*did you mean max_model_len"):
         LLM(str(directory), max_model_length=5)

@@ -312,6 +312,8 @@ def resolve(
         )
     num_pages, reason = _size_pool(config, facts, values, free_bytes)
     choose("num_pages", num_pages, reason)
+    # It has become num_pages: together they would contradict each other.
+    values["kv_cache_memory_bytes"] = None
     if not on_gpu:
         for name in ("gpu_memory_utilization", "enforce_eager"):
             choices.append(Choice(name, getattr(config, name), "has no effect on a CPU"))
