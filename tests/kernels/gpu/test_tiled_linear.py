@@ -40,7 +40,7 @@ SHAPES = (
         "tiny": (3, 16),
     }
 )
-ROWS = (9, 40) if INTERPRETED else (9, 16, 17, 64, 100, 128, 200, 256, 300)
+ROWS = (9, 40) if INTERPRETED else (9, 64, 100, 200, 300)
 HALF_TYPES = [torch.bfloat16, torch.float16]
 
 
