@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="1b")
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument("--contexts", default="129,640,4096")
+    parser.add_argument("--only-pdl", action="store_true", help="not without programmatic dependent launch")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     report = Report(arguments.output)
@@ -215,9 +216,12 @@ def main() -> None:
     report.add(
         weight_bytes=count_weight_bytes(weights), floor_us=count_weight_bytes(weights) / rates["sum"] * 1e6
     )
+    launches = (False, True) if has_pdl(DEVICE) else (False,)
+    if arguments.only_pdl:
+        launches = launches[-1:]
     for rows in map(int, arguments.rows.split(",")):
         for context in map(int, arguments.contexts.split(",")):
-            for use_pdl in (False, True) if has_pdl(DEVICE) else (False,):
+            for use_pdl in launches:
                 run = partial(
                     bench,
                     report,
