@@ -67,11 +67,11 @@ constexpr int OWN_FF = UP_UNITS * 4;
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
 // Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the blocks' segments.
-// With one token, segments lie 64 bytes apart or more: a line that many read while many write is slow to arrive.
+// Segments lie 64 bytes apart or more: a line that many read while many write is slow to arrive.
 template <int SEGMENT_, int SIZE_>
 struct Vector {
   static constexpr int SEGMENT = SEGMENT_, SIZE = SIZE_;
-  static constexpr int PITCH = TOKENS == 1 ? (SEGMENT + 31) / 32 * 32 : SEGMENT;
+  static constexpr int PITCH = (SEGMENT + 31) / 32 * 32;
   static constexpr int STRIDE = PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
   static DEV int place(int i) { return PITCH == SEGMENT ? i : i / SEGMENT * PITCH + i % SEGMENT; }
 };
