@@ -81,7 +81,7 @@ class RowReport:
         self._head = {
             "benchmark": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(sys.argv),
+            "command": shlex.join(["tiny-vllm", *sys.argv[1:]]),
             "machine": machine,
             "model": asdict(spec) | {"num_parameters": spec.num_parameters},
             "engine": asdict(config),
