@@ -53,8 +53,10 @@ def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: t
 
 def spec_obstacle(spec: ModelSpec, page_size: int) -> str | None:
     """The part of `tape_obstacle` that needs no GPU."""
-    if not replace(spec, qk_norm=None).fits_decode_chain or spec.qk_norm == "whole":
+    if not replace(spec, qk_norm=None).fits_decode_chain:
         return f"the kernel does not compute the family {spec.family}"
+    if spec.qk_norm is not None:
+        return "the kernel's norms of queries and keys have not been verified on a GPU"
     if spec.rope.rotary_dim != spec.head_dim:
         return f"only {spec.rope.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
     if spec.output_bias or spec.mlp_bias:

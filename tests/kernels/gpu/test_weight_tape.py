@@ -32,10 +32,13 @@ PAGE_SIZE = 16
 NUM_SLOTS = 10
 MAX_LEN = 6144
 SHAPES = {
-    # Llama-3.2-1B, Llama-3.1-8B, Qwen2.5-like with bias, Llama-3.2-3B: real widths, few layers.
+    # Llama-3.2-1B, Llama-3.1-8B, Llama-3.2-3B, Qwen3-0.6B, Qwen2.5-like with bias: real widths, few layers.
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64),
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128),
     "3b": dict(hidden_size=3072, intermediate_size=8192, num_heads=24, num_kv_heads=8, head_dim=128),
+    "normed": dict(
+        hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm="head"
+    ),
     "biased": dict(
         hidden_size=2048, intermediate_size=11008, num_heads=16, num_kv_heads=2, head_dim=128, qkv_bias=True
     ),
@@ -74,6 +77,9 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> Wo
     def norm() -> Tensor:
         return (1 + 0.1 * torch.randn(spec.hidden_size, device=device)).to(torch.bfloat16)
 
+    def head_norm() -> Tensor:
+        return (1 + 0.3 * torch.randn(spec.head_dim, device=device)).to(torch.bfloat16)
+
     layers = [
         LayerWeights(
             norm(),
@@ -83,6 +89,8 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> Wo
             matrix(2 * spec.intermediate_size, spec.hidden_size),
             matrix(spec.hidden_size, spec.intermediate_size),
             qkv_bias=matrix(1, spec.qkv_size, 20.0)[0] if spec.qkv_bias else None,
+            q_norm=head_norm() if spec.qk_norm else None,
+            k_norm=head_norm() if spec.qk_norm else None,
         )
         for _ in range(num_layers)
     ]
@@ -146,7 +154,9 @@ def reference(world: World, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 
     def rms(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean() + spec.rms_norm_eps)).to(dtype) * weight.to(dtype)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.rms_norm_eps)).to(
+            dtype
+        ) * weight.to(dtype)
 
     def rotate(x: Tensor) -> Tensor:
         a, b = x[..., :half], x[..., half:]
@@ -159,6 +169,8 @@ def reference(world: World, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tens
             qkv = qkv + layer.qkv_bias.to(dtype)
         kv_size = spec.num_kv_heads * spec.head_dim
         q, k, v = (t.view(-1, spec.head_dim) for t in qkv.split([spec.q_size, kv_size, kv_size]))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
         q, k = rotate(q), rotate(k)
         keys.append(k)
         values.append(v)

@@ -1,29 +1,34 @@
-// One decode step of a Llama-like model as one persistent kernel: from the slots' last tokens to their next ones.
+// One decode step of a Llama-like model as one persistent kernel: from the slots' last tokens to their next
+// ones.
 //
-// CTAS blocks, one per SM, each own a fixed set of output rows of every matrix. Their weights lie on one "tape" in the
-// order of use: per chunk, the blocks' pieces side by side. In each block one producer thread copies the block's
-// pieces into a ring in shared memory. Ring space and a small window of copies in flight hold it back, never the
-// computation's dependencies, so memory keeps streaming while the 16 consumer warps wait for other blocks' results.
+// CTAS blocks, one per SM, each own a fixed set of output rows of every matrix. Their weights lie on one
+// "tape" in the order of use: per chunk, the blocks' pieces side by side. In each block one producer thread
+// copies the block's pieces into a ring in shared memory. Ring space and a small window of copies in flight
+// hold it back, never the computation's dependencies, so memory keeps streaming while the 16 consumer warps
+// wait for other blocks' results.
 //
-// Products. A unit is 8 rows of a matrix; a chunk is one unit by CK columns. Chunk c of a phase goes to warp group
-// c % 4, each of whose 4 warps takes a quarter of the columns, in two halves. One m16n8k16 product multiplies the unit's
-// rows at 16 columns of the first half (operand rows 0-7) and at 16 of the second (rows 8-15) with 4 tokens at the first
-// half's columns (operand columns 0-3) and the same tokens at the second's (4-7): two quadrants of the result are wanted.
-// The order of k is permuted alike on both sides so that a lane's operands are 16 contiguous bytes. Partial sums of the
-// column slices meet in shared memory and are added in a fixed order: results do not depend on timing.
+// Products. A unit is 8 rows of a matrix; a chunk is one unit by CK columns. Chunk c of a phase goes to warp
+// group c % 4, each of whose 4 warps takes a quarter of the columns, in two halves. One m16n8k16 product
+// multiplies the unit's rows at 16 columns of the first half (operand rows 0-7) and at 16 of the second (rows
+// 8-15) with 4 tokens at the first half's columns (operand columns 0-3) and the same tokens at the second's
+// (4-7): two quadrants of the result are wanted. The order of k is permuted alike on both sides so that a
+// lane's operands are 16 contiguous bytes. Partial sums of the column slices meet in shared memory and are
+// added in a fixed order: results do not depend on timing.
 //
-// Exchange. Vectors are published as plain bf16; readers poll the data itself until no value is the mark EMPTY, a NaN
-// that no conversion makes, so there are no flags. Each kind of vector has two buffers, used by turns of layers. A
-// block empties its part of the other buffer in the middle of a layer, see Cleaner; it does so behind a fence before it
-// publishes the layer's last vector, and only blocks that have taken that go on to fill the emptied buffer. Partial attention results and the draw's candidates, which not every
-// step writes, carry an FP32 value and a 32-bit epoch instead.
+// Exchange. Vectors are published as plain bf16; readers poll the data itself until no value is the mark
+// EMPTY, a NaN that no conversion makes, so there are no flags. Each kind of vector has two buffers, used by
+// turns of layers. A block empties its part of the other buffer in the middle of a layer, see Cleaner; it
+// does so behind a fence before it publishes the layer's last vector, and only blocks that have taken that go
+// on to fill the emptied buffer. Partial attention results and the draw's candidates, which not every step
+// writes, carry an FP32 value and a 32-bit epoch instead.
 //
-// Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a pair goes
-// through all of it and keeps a part of the outputs; in a long one each takes a share of the context, and one more
-// exchange combines. Scores and values are tensor-core products whose registers come straight from the pages.
+// Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
+// pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
+// context, and one more exchange combines. Scores and values are tensor-core products whose registers come
+// straight from the pages.
 //
 // Every wait gives up after WATCHDOG_NS with a trap: an error for the host instead of a hang.
-// The geometry (HIDDEN ... LM) comes as macros from layout.py.
+// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -38,19 +43,21 @@ constexpr int CONSUMERS = 512;
 constexpr int GROUP = HEADS / KV_HEADS;
 // SPLITS: blocks per (token, KV head), a power of two.
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
-constexpr int POSITIONS = 16;                        // of one attention tile
+constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
 
 // A phase's matrix as this block sees it. BY_UNIT: chunks go unit by unit; otherwise columns first.
 template <int UNITS_, int KB_, int CK_, bool BY_UNIT_>
 struct Matrix {
-  static constexpr int UNITS = UNITS_, KB = KB_, CK = CK_, CHUNKS = UNITS * KB, BLOCKS = CK / 256, BYTES = CK * 16;
+  static constexpr int UNITS = UNITS_, KB = KB_, CK = CK_, CHUNKS = UNITS * KB, BLOCKS = CK / 256,
+                       BYTES = CK * 16;
   static constexpr bool BY_UNIT = BY_UNIT_;
-  static constexpr int SLICES = BY_UNIT ? KB * 4 : 16;          // partial sums per row
-  static constexpr int STRIDE = SLICES * TOKENS * 8 + 8;        // floats per unit; the 8 spread the banks
+  static constexpr int SLICES = BY_UNIT ? KB * 4 : 16;    // partial sums per row
+  static constexpr int STRIDE = SLICES * TOKENS * 8 + 8;  // floats per unit; the 8 spread the banks
   static constexpr int FITTING = PART_FLOATS / STRIDE;
-  static constexpr int ROUND = FITTING >= UNITS ? UNITS : FITTING / 4 * 4;  // units whose partial sums fit at a time
+  static constexpr int ROUND =
+      FITTING >= UNITS ? UNITS : FITTING / 4 * 4;  // units whose partial sums fit at a time
   static_assert(CK % 256 == 0 && BYTES <= CHUNK_BYTES, "chunk");
   static_assert(ROUND > 0, "partial sums do not fit");
 };
@@ -66,13 +73,15 @@ constexpr int OWN_ROWS = OUT_UNITS * 8;  // of the hidden vector
 constexpr int OWN_FF = UP_UNITS * 4;
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
-// Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the blocks' segments.
-// Segments lie 64 bytes apart or more: a line that many read while many write is slow to arrive.
+// Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the
+// blocks' segments. Segments lie 64 bytes apart or more: a line that many read while many write is slow to
+// arrive.
 template <int SEGMENT_, int SIZE_>
 struct Vector {
   static constexpr int SEGMENT = SEGMENT_, SIZE = SIZE_;
   static constexpr int PITCH = (SEGMENT + 31) / 32 * 32;
-  static constexpr int STRIDE = PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
+  static constexpr int STRIDE =
+      PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
   static DEV int place(int i) { return PITCH == SEGMENT ? i : i / SEGMENT * PITCH + i % SEGMENT; }
 };
 constexpr int ATT_SEGMENT = (Q_SIZE / 8 + CTAS - 1) / CTAS * 8;
@@ -80,8 +89,9 @@ using QkvVector = Vector<QKV_UNITS * 8, QKV_SIZE>;
 using AttVector = Vector<ATT_SEGMENT, Q_SIZE>;
 using HiddenVector = Vector<OWN_ROWS, HIDDEN>;
 using FfVector = Vector<(OWN_FF + 7) / 8 * 8 == OWN_FF ? OWN_FF : INTERMEDIATE, INTERMEDIATE>;
-constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE, X_H1 = X_ATT + TOKENS * AttVector::STRIDE,
-              X_H2 = X_H1 + TOKENS * HiddenVector::STRIDE, X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
+constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
+              X_H1 = X_ATT + TOKENS * AttVector::STRIDE, X_H2 = X_H1 + TOKENS * HiddenVector::STRIDE,
+              X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
               VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
               X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
@@ -90,29 +100,33 @@ constexpr u32 EMPTY = 0xffffu;
 
 struct Params {
   const u8* tape;
-  const u16* norms;          // bf16 [2 * LAYERS + 1][HIDDEN]
-  const u16* qk_norms;       // bf16 [LAYERS][2][HEAD_DIM]
-  const u16* qkv_bias;       // bf16 [LAYERS][QKV_SIZE]
-  const u16* embedding;      // bf16 [VOCAB][HIDDEN]
-  u16 *k_cache, *v_cache;    // bf16 [LAYERS][num_pages][KV_HEADS][PAGE_SIZE][HEAD_DIM]
-  const float* cos_sin;      // [max_len][HEAD_DIM]
-  const i64* page_table;     // [num_slots][table_width]
+  const u16* norms;        // bf16 [2 * LAYERS + 1][HIDDEN]
+  const u16* qk_norms;     // bf16 [LAYERS][2][HEAD_DIM]
+  const u16* qkv_bias;     // bf16 [LAYERS][QKV_SIZE]
+  const u16* embedding;    // bf16 [VOCAB][HIDDEN]
+  u16 *k_cache, *v_cache;  // bf16 [LAYERS][num_pages][KV_HEADS][PAGE_SIZE][HEAD_DIM]
+  const float* cos_sin;    // [max_len][HEAD_DIM]
+  const i64* page_table;   // [num_slots][table_width]
   i64 *computed_len, *last_token, *sample_position;
   const i64* stream;
   const float* temperature;
-  const i64* slots;          // [TOKENS]; num_slots or more is padding
+  const i64* slots;  // [TOKENS]; num_slots or more is padding
   u32* exchange;
-  u32* epochs;               // [CTAS]
-  float* logits;             // [TOKENS][VOCAB] or null
-  i64* tokens;               // [TOKENS]
-  u8* is_valid;              // [TOKENS]
+  u32* epochs;    // [CTAS]
+  float* logits;  // [TOKENS][VOCAB] or null
+  i64* tokens;    // [TOKENS]
+  u8* is_valid;   // [TOKENS]
   i64 table_width, num_pages, num_slots;
-  float eps, score_scale;    // score_scale: of the scores, times log2(e)
+  float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+DEV u64 now_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
 
 struct Watch {
   u32 tries = 0;
@@ -120,46 +134,82 @@ struct Watch {
   DEV void failed() {
     if ((++tries & 1023u) == 0) {
       const u64 t = now_ns();
-      if (start == 0) start = t;
-      else if (t - start > WATCHDOG_NS) __trap();
+      if (start == 0)
+        start = t;
+      else if (t - start > WATCHDOG_NS)
+        __trap();
     }
   }
 };
 
-DEV void barrier_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
-DEV void barrier_expect(u32 b, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
-DEV void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+DEV void barrier_init(u32 b, u32 n) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory");
+}
+DEV void barrier_expect(u32 b, u32 n) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory");
+}
+DEV void barrier_arrive(u32 b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
+}
 DEV bool barrier_try(u32 b, u32 parity) {
   u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(b), "r"(parity) : "memory");
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(b), "r"(parity)
+      : "memory");
   return done;
 }
-DEV void barrier_wait(u32 b, u32 parity) { Watch watch; while (!barrier_try(b, parity)) watch.failed(); }
+DEV void barrier_wait(u32 b, u32 parity) {
+  Watch watch;
+  while (!barrier_try(b, parity)) watch.failed();
+}
 DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 DEV void consumers_sync() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
 
 DEV uint4 load_words4(const u32* p) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
-DEV u64 load_pair(const u32* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
-DEV void store_pair(u32* p, u32 low, u32 high) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(((u64)high << 32) | low) : "memory"); }
-DEV void store_half(u16* p, u16 v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory"); }
-DEV void store_words4(void* p, u32 v) { asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%1,%1,%1};" ::"l"(p), "r"(v) : "memory"); }
+DEV u64 load_pair(const u32* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEV void store_pair(u32* p, u32 low, u32 high) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(((u64)high << 32) | low) : "memory");
+}
+DEV void store_half(u16* p, u16 v) {
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
 DEV bool has_empty(u32 v) { return (v & 0xffffu) == EMPTY || (v >> 16) == EMPTY; }
 DEV void settle(uint4& a, const u16* p) {
   Watch watch;
-  while (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w)) { watch.failed(); a = load_words4((const u32*)p); }
+  while (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w)) {
+    watch.failed();
+    a = load_words4((const u32*)p);
+  }
 }
 DEV bool has_empty(u64 v) { return has_empty((u32)v) || has_empty((u32)(v >> 32)); }
 // Four values each from two places, whose loads overlap.
 DEV void poll_twice4(const u16* p0, const u16* p1, uint2& v0, uint2& v1) {
   u64 a = load_pair((const u32*)p0), b = load_pair((const u32*)p1);
   Watch watch;
-  while (has_empty(a) || has_empty(b)) { watch.failed(); a = load_pair((const u32*)p0); b = load_pair((const u32*)p1); }
+  while (has_empty(a) || has_empty(b)) {
+    watch.failed();
+    a = load_pair((const u32*)p0);
+    b = load_pair((const u32*)p1);
+  }
   v0 = make_uint2((u32)a, (u32)(a >> 32));
   v1 = make_uint2((u32)b, (u32)(b >> 32));
 }
@@ -174,8 +224,16 @@ DEV u32 poll_pair(const u32* p, u32 epoch) {
 
 DEV float low_half(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_half(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-DEV u32 pack_bf16(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEV float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEV u32 pack_bf16(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEV float warp_sum(float v) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
@@ -183,11 +241,17 @@ DEV float warp_sum(float v) {
 }
 // d[16 x 8] += a[16 x 16] b[16 x 8]
 DEV void multiply_add(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // The transpose of an 8 x 8 matrix of 16-bit values whose rows lie in groups of four lanes.
-DEV u32 transpose8(u32 v) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v)); return r; }
+DEV u32 transpose8(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // log of an exponential arrival time, as in sampling_noise.py
@@ -205,10 +269,10 @@ constexpr int NORM_WARPS = (HIDDEN + 255) / 256;  // warps that take one token's
 struct Shared {  // behind the ring, the input vectors and the partial sums
   float sums_of_squares[TOKENS * NORM_WARPS];
   union {
-    struct {  // attention
-      alignas(16) u16 q[GROUP * (HEAD_DIM + 32)];     // rotated and scaled; the padding spreads the banks
+    struct {                                       // attention
+      alignas(16) u16 q[GROUP * (HEAD_DIM + 32)];  // rotated and scaled; the padding spreads the banks
       alignas(16) u16 k_new[HEAD_DIM], v_new[HEAD_DIM];
-      float maxima[16 * GROUP * 2];                   // per warp and head, maximum and sum
+      float maxima[16 * GROUP * 2];  // per warp and head, maximum and sum
       float combine_ml[2 * SPLITS * GROUP];
     };
     struct {  // the draw
@@ -246,7 +310,10 @@ struct Producer {
       if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
       // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
       const u32 window = p.window;
-      if (index >= window) { const u32 q = index - window; barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1); }
+      if (index >= window) {
+        const u32 q = index - window;
+        barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
+      }
       barrier_expect(full + 8 * stage, M::BYTES);
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
       source += (i64)CTAS * M::BYTES;
@@ -256,8 +323,8 @@ struct Producer {
 
 // ---------------------------------------------------------------- cleaner
 
-// Once a layer, one warp empties the block's part of the next layer's buffer. By then every block has read it: each has
-// published a part of X_H1 since.
+// Once a layer, one warp empties the block's part of the next layer's buffer. By then every block has read
+// it: each has published a part of X_H1 since.
 struct Cleaner {
   u16* vectors;
   u32 epoch;
@@ -268,7 +335,8 @@ struct Cleaner {
     const int first = cta * COUNT;
     for (int i = lane; i < TOKENS * (COUNT / 4); i += 32) {
       const int token = i / (COUNT / 4), value = first + i % (COUNT / 4) * 4;
-      if (value < V::SIZE) store_pair((u32*)(start + token * V::STRIDE + V::place(value)), 0xffffffffu, 0xffffffffu);
+      if (value < V::SIZE)
+        store_pair((u32*)(start + token * V::STRIDE + V::place(value)), 0xffffffffu, 0xffffffffu);
     }
   }
 
@@ -297,15 +365,20 @@ struct Consumer {
   u32 full, empty;
   int cta;
   u32 epoch;
-  u32 base;   // ring index of the phase's first chunk
+  u32 base;                                 // ring index of the phase's first chunk
   int t, warp, lane, group, quarter, g, q;  // g, q: row and column of this lane in a tensor-core fragment
-  uint4 v[8];                 // the lane's part of a chunk
-  uint4 x[TOKEN_GROUPS][4];   // the lane's part of the input vectors
+  uint4 v[8];                               // the lane's part of a chunk
+  uint4 x[TOKEN_GROUPS][4];                 // the lane's part of the input vectors
 
   // Re-reading the thread id at each phase keeps the compiler from holding dozens of addresses in registers.
   DEV void refresh() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-    warp = t >> 5; lane = t & 31; group = warp >> 2; quarter = warp & 3; g = lane >> 2; q = lane & 3;
+    warp = t >> 5;
+    lane = t & 31;
+    group = warp >> 2;
+    quarter = warp & 3;
+    g = lane >> 2;
+    q = lane & 3;
   }
 
   template <class M>
@@ -319,9 +392,9 @@ struct Consumer {
     __syncwarp();
   }
 
-  // Frees the chunk's stage. It may be refilled only once the loads have returned, and an arrival alone does not wait
-  // for them: behind a queue of other loads they can be late by more than a refill. So the arrival's address is made of
-  // them (p.zero is 0).
+  // Frees the chunk's stage. It may be refilled only once the loads have returned, and an arrival alone does
+  // not wait for them: behind a queue of other loads they can be late by more than a refill. So the arrival's
+  // address is made of them (p.zero is 0).
   template <class M>
   DEV void release_chunk(int chunk) {
     u32 mixed = 0;
@@ -330,11 +403,13 @@ struct Consumer {
     if (lane == 0) barrier_arrive(empty + 8 * ((base + chunk) % STAGES) + mixed * p.zero);
   }
 
-  // The first chunk of a round, taken into registers before the phase's wait: four more free stages meanwhile. A group
-  // without one clears its registers, so that they hold nothing from one phase to the next.
+  // The first chunk of a round, taken into registers before the phase's wait: four more free stages
+  // meanwhile. A group without one clears its registers, so that they hold nothing from one phase to the
+  // next.
   template <class M>
   DEV void load_first(int first, int end) {
-    if (first + group < end) load_chunk<M>(first + group);
+    if (first + group < end)
+      load_chunk<M>(first + group);
     else {
 #pragma unroll
       for (int i = 0; i < 8; i++) v[i] = make_uint4(0, 0, 0, 0);
@@ -349,9 +424,11 @@ struct Consumer {
   template <class M>
   DEV void load_x(uint4 (&to)[4], int tokens, int column) {
     const int half = g >> 2;
-    const u8* from = xs + (tokens * 4 + (g & 3)) * XS_STRIDE + (column + (quarter * 2 + half) * (M::CK / 8)) * 2 + q * 16;
+    const u8* from =
+        xs + (tokens * 4 + (g & 3)) * XS_STRIDE + (column + (quarter * 2 + half) * (M::CK / 8)) * 2 + q * 16;
 #pragma unroll
-    for (int b = 0; b < M::BLOCKS; b++) to[b] = tokens * 4 + (g & 3) < TOKENS ? *(const uint4*)(from + b * 64) : make_uint4(0, 0, 0, 0);
+    for (int b = 0; b < M::BLOCKS; b++)
+      to[b] = tokens * 4 + (g & 3) < TOKENS ? *(const uint4*)(from + b * 64) : make_uint4(0, 0, 0, 0);
   }
 
   // For a phase in which this group's chunks all have the same columns.
@@ -386,16 +463,21 @@ struct Consumer {
   }
 
   template <class M>
-  DEV float* part_of(int unit, int slice) { return part + unit * M::STRIDE + slice * TOKENS * 8 + g; }
+  DEV float* part_of(int unit, int slice) {
+    return part + unit * M::STRIDE + slice * TOKENS * 8 + g;
+  }
 
-  // Units first ... first + count of a matrix whose chunks go unit by unit. The caller has loaded chunk `group` of the
-  // round, and has kept x if 4 % KB == 0.
+  // Units first ... first + count of a matrix whose chunks go unit by unit. The caller has loaded chunk
+  // `group` of the round, and has kept x if 4 % KB == 0.
   template <class M>
   DEV void multiply_round(int first, int count) {
     const int end = (first + count) * M::KB;
 #pragma unroll 1
     for (int c = first * M::KB + group; c < end; c += 4) {
-      if (c != first * M::KB + group) { load_chunk<M>(c); release_chunk<M>(c); }
+      if (c != first * M::KB + group) {
+        load_chunk<M>(c);
+        release_chunk<M>(c);
+      }
       const int unit = c / M::KB, kb = c % M::KB;
       multiply<M, false, 4 % M::KB == 0>(unit - first, kb * 4 + quarter, kb * M::CK);
     }
@@ -415,7 +497,9 @@ struct Consumer {
 
   // start: one of X_QKV ...
   template <class V>
-  DEV void publish(int start, int token, int i, float value) { store_half(vectors() + start + token * V::STRIDE + V::place(i), (u16)pack_bf16(value, 0.f)); }
+  DEV void publish(int start, int token, int i, float value) {
+    store_half(vectors() + start + token * V::STRIDE + V::place(i), (u16)pack_bf16(value, 0.f));
+  }
 
   DEV float inverse_rms(int token) {
     float sum = 0.f;
@@ -427,14 +511,18 @@ struct Consumer {
   // How the 512 threads share TOKENS vectors of K values, 8 at a time: whole warps per token.
   template <int K>
   struct Share {
-    static constexpr int PER_TOKEN = (K + 255) / 256 * 32, TURNS = (TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
+    static constexpr int PER_TOKEN = (K + 255) / 256 * 32,
+                         TURNS = (TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
   };
 
   // Eight values of a vector, times the norm's weights if wanted, into xs; returns their sum of squares.
   template <bool NORMED>
   DEV float put8(int token, int k8, uint4 a, uint4 weights) {
     uint4* to = (uint4*)(xs + token * XS_STRIDE) + k8;
-    if (!NORMED) { *to = a; return 0.f; }
+    if (!NORMED) {
+      *to = a;
+      return 0.f;
+    }
     float squares = 0.f;
     u32 values[4] = {a.x, a.y, a.z, a.w};
     const u32 scales[4] = {weights.x, weights.y, weights.z, weights.w};
@@ -456,7 +544,8 @@ struct Consumer {
     for (int j = 0; j < S::TURNS; j++) {
       const int i = t + j * CONSUMERS, token = i / S::PER_TOKEN, k8 = i % S::PER_TOKEN;
       a[j] = make_uint4(0, 0, 0, 0);
-      if (token < TOKENS && k8 * 8 < min(K, columns)) a[j] = load_words4((const u32*)(start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8)));
+      if (token < TOKENS && k8 * 8 < min(K, columns))
+        a[j] = load_words4((const u32*)(start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8)));
     }
   }
   template <int K>
@@ -472,9 +561,9 @@ struct Consumer {
     }
   }
 
-  // K values per token from value `from` of a vector on (they are waited for), or rows of the embedding, into xs, and
-  // their sums of squares. columns: valid ones from there on. `between` runs
-  // while the first loads are under way.
+  // K values per token from value `from` of a vector on (they are waited for), or rows of the embedding, into
+  // xs, and their sums of squares. columns: valid ones from there on. `between` runs while the first loads
+  // are under way.
   template <class V, int K, bool NORMED, bool EMBEDDING, class Between>
   DEV void take(const u16* start, int from, const u16* norm, int columns, const Between& between) {
     using S = Share<K>;
@@ -489,8 +578,10 @@ struct Consumer {
         if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
         if (token < TOKENS && k8 * 8 < min(K, columns)) {
           if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
-          if (EMBEDDING) a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
-          else a[j] = load_words4((const u32*)(start + token * V::STRIDE + V::place(from + k8 * 8)));
+          if (EMBEDDING)
+            a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
+          else
+            a[j] = load_words4((const u32*)(start + token * V::STRIDE + V::place(from + k8 * 8)));
         }
       }
       if (first == 0) between();
@@ -525,7 +616,9 @@ struct Consumer {
   };
 
   DEV const u16* page_rows(const u16* cache, int layer, int page, int kv_head, int position) {
-    return cache + ((((i64)layer * p.num_pages + page) * KV_HEADS + kv_head) * PAGE_SIZE + position % PAGE_SIZE) * HEAD_DIM;
+    return cache +
+           ((((i64)layer * p.num_pages + page) * KV_HEADS + kv_head) * PAGE_SIZE + position % PAGE_SIZE) *
+               HEAD_DIM;
   }
 
   template <int DP>
@@ -535,7 +628,8 @@ struct Consumer {
 #pragma unroll
       for (int b = 0; b < HEAD_DIM / 32; b++) {
         a.k[i][b] = make_uint4(0, 0, 0, 0);
-        if (start + i * 8 + g < position) a.k[i][b] = __ldcg((const uint4*)(rows + (i * 8 + g) * HEAD_DIM + b * 32 + q * 8));
+        if (start + i * 8 + g < position)
+          a.k[i][b] = __ldcg((const uint4*)(rows + (i * 8 + g) * HEAD_DIM + b * 32 + q * 8));
       }
   }
 
@@ -553,13 +647,20 @@ struct Consumer {
   }
   template <int DP>
   DEV void copy_v(u32 (&to)[Tile<DP>::VR], const u16* from) {
-    if (DP == 16) to[0] = __ldcg((const u32*)from);
-    else if (DP == 32) { const uint2 a = __ldcg((const uint2*)from); to[0] = a.x; to[1 % Tile<DP>::VR] = a.y; }
-    else {
+    if (DP == 16)
+      to[0] = __ldcg((const u32*)from);
+    else if (DP == 32) {
+      const uint2 a = __ldcg((const uint2*)from);
+      to[0] = a.x;
+      to[1 % Tile<DP>::VR] = a.y;
+    } else {
 #pragma unroll
       for (int r = 0; r < Tile<DP>::VR; r += 4) {
         const uint4 a = __ldcg((const uint4*)from + r / 4);
-        to[r] = a.x; to[(r + 1) % Tile<DP>::VR] = a.y; to[(r + 2) % Tile<DP>::VR] = a.z; to[(r + 3) % Tile<DP>::VR] = a.w;
+        to[r] = a.x;
+        to[(r + 1) % Tile<DP>::VR] = a.y;
+        to[(r + 2) % Tile<DP>::VR] = a.z;
+        to[(r + 3) % Tile<DP>::VR] = a.w;
       }
     }
   }
@@ -577,7 +678,8 @@ struct Consumer {
     for (int i = 0; i < 4; i++)
       if (start + v_row(i, q) == position)
 #pragma unroll
-        for (int r = 0; r < Tile<DP>::VR; r++) a.v[i][r] = ((const u32*)(s.v_new + column + g * Tile<DP>::VW))[r];
+        for (int r = 0; r < Tile<DP>::VR; r++)
+          a.v[i][r] = ((const u32*)(s.v_new + column + g * Tile<DP>::VW))[r];
   }
 
   // Scores of a tile: position g of heads 2q and 2q + 1, position 8 + g of the same.
@@ -597,8 +699,8 @@ struct Consumer {
     for (int i = 0; i < 4; i++) d[i] += e[i];
   }
 
-  // Probabilities of the tile, relative to the running maximum, as the second operand of a product over positions:
-  // weights[0] holds positions 2q and 2q + 1 for head g, weights[1] the positions 8 further on.
+  // Probabilities of the tile, relative to the running maximum, as the second operand of a product over
+  // positions: weights[0] holds positions 2q and 2q + 1 for head g, weights[1] the positions 8 further on.
   template <int DP>
   DEV void score(Tile<DP>& a, float (&d)[4], int start, int position, u32 (&weights)[2]) {
     if (start + g > position) d[0] = d[1] = NEG_INF;
@@ -620,7 +722,12 @@ struct Consumer {
     weights[0] = transpose8(pack_bf16(d[0], d[1]));
     weights[1] = transpose8(pack_bf16(d[2], d[3]));
 #pragma unroll
-    for (int r = 0; r < Tile<DP>::VR; r++) { a.o[r][0] *= correction[0]; a.o[r][1] *= correction[1]; a.o[r][2] *= correction[0]; a.o[r][3] *= correction[1]; }
+    for (int r = 0; r < Tile<DP>::VR; r++) {
+      a.o[r][0] *= correction[0];
+      a.o[r][1] *= correction[1];
+      a.o[r][2] *= correction[0];
+      a.o[r][3] *= correction[1];
+    }
   }
 
   template <int DP>
@@ -628,13 +735,17 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < Tile<DP>::VR; r++) {
       const u32 *v0 = a.v[0], *v1 = a.v[1], *v2 = a.v[2], *v3 = a.v[3];
-      multiply_add(a.o[r], __byte_perm(v0[r], v1[r], 0x5410), __byte_perm(v0[r], v1[r], 0x7632), __byte_perm(v2[r], v3[r], 0x5410), __byte_perm(v2[r], v3[r], 0x7632), weights[0], weights[1]);
+      multiply_add(a.o[r], __byte_perm(v0[r], v1[r], 0x5410), __byte_perm(v0[r], v1[r], 0x7632),
+                   __byte_perm(v2[r], v3[r], 0x5410), __byte_perm(v2[r], v3[r], 0x7632), weights[0],
+                   weights[1]);
     }
   }
 
   // Where a (warp, head)'s column lies in the scratch; turned by 4 per head to spread the banks.
   template <int DP>
-  DEV float* scratch(int place, int head, int column) { return part + place * DP + (column + head * 4) % DP; }
+  DEV float* scratch(int place, int head, int column) {
+    return part + place * DP + (column + head * 4) % DP;
+  }
 
   // Brings a tile's keys and values (64 columns from `column` on) into L2.
   DEV void prefetch_tile(int layer, int page, int kv_head, int start, int position, int column) {
@@ -643,21 +754,28 @@ struct Consumer {
     if (start + row < position) prefetch_l2(rows + row * HEAD_DIM + column);
   }
 
-  // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The results go to
-  // part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is loaded with K, where registers allow it.
+  // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The
+  // results go to part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is
+  // loaded with K, where registers allow it.
   template <int DP, bool EARLY_V, bool IS_LONG, class Arrive>
   DEV void attend(int layer, int kv_head, int token, int first, int step, int column, const Arrive& arrive) {
     Tile<DP> a;
     const int position = s.position[token], count = position / POSITIONS + 1;
     const i64* table = p.page_table + s.slot[token] * p.table_width;
     int page = s.first_page[warp];
-    a.maximum[0] = a.maximum[1] = NEG_INF; a.sum[0] = a.sum[1] = 0.f;
+    a.maximum[0] = a.maximum[1] = NEG_INF;
+    a.sum[0] = a.sum[1] = 0.f;
 #pragma unroll
     for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
-    // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the time.
+    // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the
+    // time.
     load_k(a, page_rows(p.k_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position);
-    if (EARLY_V) load_v(a, page_rows(p.v_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position, column);
-    auto page_of = [&](int tile) { return tile < count ? (int)__ldg(table + tile * POSITIONS / PAGE_SIZE) : 0; };
+    if (EARLY_V)
+      load_v(a, page_rows(p.v_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position,
+             column);
+    auto page_of = [&](int tile) {
+      return tile < count ? (int)__ldg(table + tile * POSITIONS / PAGE_SIZE) : 0;
+    };
     int next_page = page_of(first + step);
     arrive();
 #pragma unroll 1
@@ -673,7 +791,8 @@ struct Consumer {
       u32 weights[2];
       score(a, d, start, position, weights);
       add_values(a, weights);
-      if (EARLY_V && next <= position) load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
+      if (EARLY_V && next <= position)
+        load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
       if (IS_LONG) prefetch_tile(layer, next_page, kv_head, next + step * POSITIONS, position, column);
     }
 #pragma unroll
@@ -681,7 +800,10 @@ struct Consumer {
 #pragma unroll
       for (int o = 4; o < 32; o <<= 1) a.sum[i] += __shfl_xor_sync(~0u, a.sum[i], o);
       const int head = q * 2 + i;
-      if (head < GROUP && g == 0) { s.maxima[(warp * GROUP + head) * 2] = a.maximum[i]; s.maxima[(warp * GROUP + head) * 2 + 1] = a.sum[i]; }
+      if (head < GROUP && g == 0) {
+        s.maxima[(warp * GROUP + head) * 2] = a.maximum[i];
+        s.maxima[(warp * GROUP + head) * 2 + 1] = a.sum[i];
+      }
       if (head < GROUP)
 #pragma unroll
         for (int r = 0; r < Tile<DP>::VR; r++) {
@@ -692,16 +814,18 @@ struct Consumer {
     }
   }
 
-  // Takes the pair's new q, k and v, normalises, rotates and scales them into shared memory, and stores k and v.
+  // Takes the pair's new q, k and v, normalises, rotates and scales them into shared memory, and stores k and
+  // v.
   DEV void take_qkv(int layer, int kv_head, int token, bool stores) {
     constexpr int LANES = HEAD_DIM / 8, ROTATING = (GROUP + 1) * LANES, V_START = (ROTATING + 31) / 32 * 32;
     const u16* vector = vectors() + X_QKV + token * QkvVector::STRIDE;
     auto at = [&](int i) { return vector + QkvVector::place(i); };
-    u16* k_row = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
-    u16* v_row_ = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
+    u16* k_to = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
+    u16* v_to = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
     if (t < V_START) {
       const int head = min(t / LANES, GROUP), j = t % LANES;  // the last head is k's
-      const int from = (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
+      const int from =
+          (head < GROUP ? (kv_head * GROUP + head) * HEAD_DIM : Q_SIZE + kv_head * HEAD_DIM) + j * 4;
       uint2 lo, hi;
       poll_twice4(at(from), at(from + HEAD_DIM / 2), lo, hi);
       float a[4] = {low_half(lo.x), high_half(lo.x), low_half(lo.y), high_half(lo.y)};
@@ -728,12 +852,16 @@ struct Consumer {
         c[i] = (a[i] * cosine - b[i] * sine) * scale;
         d[i] = (b[i] * cosine + a[i] * sine) * scale;
       }
-      const uint2 first = make_uint2(pack_bf16(c[0], c[1]), pack_bf16(c[2], c[3])), second = make_uint2(pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]));
+      const uint2 first = make_uint2(pack_bf16(c[0], c[1]), pack_bf16(c[2], c[3])),
+                  second = make_uint2(pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]));
       if (t < ROTATING) {
         u16* to = head < GROUP ? s.q + head * Q_STRIDE : s.k_new;
         *(uint2*)(to + j * 4) = first;
         *(uint2*)(to + HEAD_DIM / 2 + j * 4) = second;
-        if (head == GROUP && stores) { *(uint2*)(k_row + j * 4) = first; *(uint2*)(k_row + HEAD_DIM / 2 + j * 4) = second; }
+        if (head == GROUP && stores) {
+          *(uint2*)(k_to + j * 4) = first;
+          *(uint2*)(k_to + HEAD_DIM / 2 + j * 4) = second;
+        }
       }
     } else if (t < V_START + LANES) {
       const int j = t - V_START;
@@ -742,14 +870,18 @@ struct Consumer {
       poll_twice4(at(from), at(from + HEAD_DIM / 2), first, second);
       *(uint2*)(s.v_new + j * 4) = first;
       *(uint2*)(s.v_new + HEAD_DIM / 2 + j * 4) = second;
-      if (stores) { *(uint2*)(v_row_ + j * 4) = first; *(uint2*)(v_row_ + HEAD_DIM / 2 + j * 4) = second; }
+      if (stores) {
+        *(uint2*)(v_to + j * 4) = first;
+        *(uint2*)(v_to + HEAD_DIM / 2 + j * 4) = second;
+      }
     }
   }
 };
 
 // ---------------------------------------------------------------- the step
 
-constexpr int DIRECT_PARTS = SPLITS < HEAD_DIM / 16 ? SPLITS : HEAD_DIM / 16;  // parts of the columns in a short context
+constexpr int DIRECT_PARTS =
+    SPLITS < HEAD_DIM / 16 ? SPLITS : HEAD_DIM / 16;  // parts of the columns in a short context
 constexpr int DIRECT_DP = HEAD_DIM / DIRECT_PARTS;
 constexpr int HEAD_PARTS = SPLITS / DIRECT_PARTS < GROUP ? SPLITS / DIRECT_PARTS : GROUP;
 constexpr int PART_HEADS = (GROUP + HEAD_PARTS - 1) / HEAD_PARTS;
@@ -758,8 +890,8 @@ constexpr int SPLIT_DP = 64, HALVES = HEAD_DIM / SPLIT_DP, SPLIT_TILES = 16 / HA
 constexpr int PAIR_OUTPUTS = GROUP * HEAD_DIM, SPLIT_OUTPUTS = (PAIR_OUTPUTS + SPLITS - 1) / SPLITS;
 static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOATS, "attention's scratch");
 
-// This block's (token, KV head) pair and its place among the pair's blocks. Worked out anew where it is needed, which
-// costs less than registers.
+// This block's (token, KV head) pair and its place among the pair's blocks. Worked out anew where it is
+// needed, which costs less than registers.
 struct Pair {
   int split, head, token, position;
   bool exists, is_direct;
@@ -786,7 +918,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   const int tid = threadIdx.x, cta = blockIdx.x;
   const u32 full = shared_address(s.full), empty = shared_address(s.empty);
   if (tid == 0) {
-    for (int i = 0; i < STAGES; i++) { barrier_init(full + 8 * i, 1); barrier_init(empty + 8 * i, 4); }
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -835,7 +970,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   c.epoch = p.epochs[cta];
   consumers_sync();
 
-  // This block's (token, KV head) pair and its place among the pair's blocks.
   const int warp = tid >> 5;
   if (const Pair pair(s, p.direct_limit); pair.exists) {
     const int position = pair.position, pair_token = pair.token, first_tile = pair.first_tile(warp);
@@ -843,14 +977,20 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     if ((tid & 31) == 0) {
       // The null page, too, is page 0: a padding row must not look into a slot's pages.
       int page = 0;
-      if (first_tile * POSITIONS <= position) page = position < PAGE_SIZE ? s.page[pair_token] : (int)p.page_table[s.slot[pair_token] * p.table_width + first_tile * POSITIONS / PAGE_SIZE];
+      if (first_tile * POSITIONS <= position)
+        page =
+            position < PAGE_SIZE
+                ? s.page[pair_token]
+                : (int)p.page_table[s.slot[pair_token] * p.table_width + first_tile * POSITIONS / PAGE_SIZE];
       s.first_page[warp] = page;
     }
   }
   // Thread i keeps the residual of row i % OWN_ROWS of this block, token i / OWN_ROWS, in shared memory.
   auto owns = [&](int i) { return i < OWN_ROWS * TOKENS && cta * OWN_ROWS + i % OWN_ROWS < HIDDEN; };
   static_assert(OWN_ROWS * TOKENS <= CONSUMERS, "a thread keeps one residual");
-  if (owns(tid)) s.residual[tid] = __uint_as_float((u32)p.embedding[(i64)s.token[tid / OWN_ROWS] * HIDDEN + cta * OWN_ROWS + tid % OWN_ROWS] << 16);
+  if (owns(tid))
+    s.residual[tid] = __uint_as_float(
+        (u32)p.embedding[(i64)s.token[tid / OWN_ROWS] * HIDDEN + cta * OWN_ROWS + tid % OWN_ROWS] << 16);
 
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
@@ -859,8 +999,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     c.load_first<Qkv>(0, Qkv::CHUNKS);
     const u16* norm = p.norms + 2 * layer * HIDDEN;
     auto release = [&]() { c.release_first<Qkv>(0, Qkv::CHUNKS); };
-    if (layer > 0) c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, norm, HIDDEN, release);
-    else c.take<HiddenVector, HIDDEN, true, true>(p.embedding, 0, norm, HIDDEN, release);
+    if (layer > 0)
+      c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, norm, HIDDEN, release);
+    else
+      c.take<HiddenVector, HIDDEN, true, true>(p.embedding, 0, norm, HIDDEN, release);
     c.epoch++;
     consumers_sync();
     if (4 % Qkv::KB == 0) c.keep_x<Qkv>();
@@ -869,7 +1011,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     consumers_sync();
 #pragma unroll 1
     for (int i = c.t; i < Qkv::UNITS * 8 * TOKENS; i += CONSUMERS) {
-      const int token = i / (Qkv::UNITS * 8), local = i % (Qkv::UNITS * 8), row = cta * Qkv::UNITS * 8 + local;
+      const int token = i / (Qkv::UNITS * 8), local = i % (Qkv::UNITS * 8),
+                row = cta * Qkv::UNITS * 8 + local;
       if (row < QKV_SIZE) {
         float value = c.total<Qkv>(local, token) * c.inverse_rms(token);
 #if QKV_BIAS
@@ -885,10 +1028,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       const int split = pair.split, kv_head = pair.head, pair_token = pair.token, position = pair.position;
       const bool is_direct = pair.is_direct;
       const bool stores = is_direct ? split == 0 : (position / POSITIONS) % SPLITS == split;
-      auto arrive = [&]() { c.take_qkv(layer, kv_head, pair_token, stores); consumers_sync(); };
+      auto arrive = [&]() {
+        c.take_qkv(layer, kv_head, pair_token, stores);
+        consumers_sync();
+      };
       if (is_direct) {
         const int part_index = split % DIRECT_PARTS, head_part = split / DIRECT_PARTS;
-        c.attend<DIRECT_DP, true, false>(layer, kv_head, pair_token, c.warp, 16, part_index * DIRECT_DP, arrive);
+        c.attend<DIRECT_DP, true, false>(layer, kv_head, pair_token, c.warp, 16, part_index * DIRECT_DP,
+                                         arrive);
         consumers_sync();
         const int head = head_part * PART_HEADS + c.t / DIRECT_DP, d = c.t % DIRECT_DP;
         if (c.t < PART_HEADS * DIRECT_DP && head < GROUP) {
@@ -901,17 +1048,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             value = fmaf(f, *c.scratch<DIRECT_DP>(w * GROUP + head, head, d), value);
             sum = fmaf(f, s.maxima[(w * GROUP + head) * 2 + 1], sum);
           }
-          c.publish<AttVector>(X_ATT, pair_token, (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
+          c.publish<AttVector>(X_ATT, pair_token,
+                               (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token, (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS, half * SPLIT_DP, arrive);
+        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
+                                                 (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
+                                                 half * SPLIT_DP, arrive);
         consumers_sync();
         for (int i = c.t; i < PAIR_OUTPUTS; i += CONSUMERS) {
           const int head = i / HEAD_DIM, d = i % HEAD_DIM, w0 = d / SPLIT_DP;
           float highest = NEG_INF, sum = 0.f, value = 0.f;
 #pragma unroll
-          for (int w = 0; w < SPLIT_TILES; w++) highest = fmaxf(highest, s.maxima[((w * HALVES + w0) * GROUP + head) * 2]);
+          for (int w = 0; w < SPLIT_TILES; w++)
+            highest = fmaxf(highest, s.maxima[((w * HALVES + w0) * GROUP + head) * 2]);
           if (highest > NEG_INF) {
 #pragma unroll
             for (int w = 0; w < SPLIT_TILES; w++) {
@@ -922,15 +1073,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             }
           }
           const int to = i / SPLIT_OUTPUTS;
-          store_pair(p.exchange + X_PART + 2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS), __float_as_uint(value), c.epoch);
-          if (d < 2) store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d), __float_as_uint(d ? sum : highest), c.epoch);
+          store_pair(
+              p.exchange + X_PART +
+                  2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
+              __float_as_uint(value), c.epoch);
+          if (d < 2)
+            store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d),
+                       __float_as_uint(d ? sum : highest), c.epoch);
         }
         consumers_sync();  // part is written again below
         for (int i = c.t; i < SPLITS * SPLIT_OUTPUTS + 2 * SPLITS * GROUP; i += CONSUMERS) {
-          if (i < SPLITS * SPLIT_OUTPUTS) part[i] = __uint_as_float(poll_pair(p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
+          if (i < SPLITS * SPLIT_OUTPUTS)
+            part[i] = __uint_as_float(poll_pair(
+                p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i),
+                c.epoch));
           else {
             const int j = i - SPLITS * SPLIT_OUTPUTS;
-            s.combine_ml[j] = __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
+            s.combine_ml[j] = __uint_as_float(
+                poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
           }
         }
         consumers_sync();
@@ -953,7 +1113,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     // ---- output projection + residual
     c.refresh();
     c.load_first<Out>(0, Out::CHUNKS);
-    c.take<AttVector, Q_SIZE, false, false>(c.vectors() + X_ATT, 0, nullptr, Q_SIZE, [&]() { c.release_first<Out>(0, Out::CHUNKS); });
+    c.take<AttVector, Q_SIZE, false, false>(c.vectors() + X_ATT, 0, nullptr, Q_SIZE,
+                                            [&]() { c.release_first<Out>(0, Out::CHUNKS); });
     consumers_sync();
     if (4 % Out::KB == 0) c.keep_x<Out>();
     c.multiply_round<Out>(0, Out::UNITS);
@@ -968,22 +1129,29 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
-    c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H1, 0, p.norms + (2 * layer + 1) * HIDDEN, HIDDEN, [&]() { c.release_first<Up>(0, Up::CHUNKS); });
+    c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H1, 0, p.norms + (2 * layer + 1) * HIDDEN,
+                                              HIDDEN, [&]() { c.release_first<Up>(0, Up::CHUNKS); });
     consumers_sync();
     asm volatile("bar.arrive 2, 544;" ::: "memory");
     if (4 % Up::KB == 0) c.keep_x<Up>();
 #pragma unroll 1
     for (int first = 0; first < Up::UNITS; first += Up::ROUND) {
       const int count = min(Up::ROUND, Up::UNITS - first);
-      if (first > 0) { consumers_sync(); c.load_first<Up>(first * Up::KB, (first + count) * Up::KB); c.release_first<Up>(first * Up::KB, (first + count) * Up::KB); }
+      if (first > 0) {
+        consumers_sync();
+        c.load_first<Up>(first * Up::KB, (first + count) * Up::KB);
+        c.release_first<Up>(first * Up::KB, (first + count) * Up::KB);
+      }
       c.multiply_round<Up>(first, count);
       consumers_sync();
 #pragma unroll 1
       for (int i = c.t; i < count * 4 * TOKENS; i += CONSUMERS) {
         const int token = i / (count * 4), local = i % (count * 4), row = (local >> 2) * 8 + (local & 3);
         const int column = cta * OWN_FF + first * 4 + local;
-        const float r = c.inverse_rms(token), gate = c.total<Up>(row, token) * r, up = c.total<Up>(row + 4, token) * r;
-        if (column < INTERMEDIATE) c.publish<FfVector>(X_FF, token, column, gate / (1.f + __expf(-gate)) * up);
+        const float r = c.inverse_rms(token), gate = c.total<Up>(row, token) * r,
+                    up = c.total<Up>(row + 4, token) * r;
+        if (column < INTERMEDIATE)
+          c.publish<FfVector>(X_FF, token, column, gate / (1.f + __expf(-gate)) * up);
       }
     }
     c.base += Up::CHUNKS;
@@ -997,7 +1165,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 #pragma unroll
       for (int m = c.q; m < TOKENS; m += 4) c.part_of<Down>(unit, c.warp)[m * 8] = 0.f;
     __syncwarp();
-    constexpr int PASS_KB = XS_COLUMNS / DOWN_CK < DOWN_KB ? XS_COLUMNS / DOWN_CK : DOWN_KB, PASSES = (DOWN_KB + PASS_KB - 1) / PASS_KB;
+    constexpr int PASS_KB = XS_COLUMNS / DOWN_CK < DOWN_KB ? XS_COLUMNS / DOWN_CK : DOWN_KB,
+                  PASSES = (DOWN_KB + PASS_KB - 1) / PASS_KB;
     constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK;
     static_assert(INTERMEDIATE > (PASSES - 1) * PASS_COLUMNS && INTERMEDIATE % 8 == 0, "passes");
     static_assert(PASSES == 1 || PASS_KB * DOWN_UNITS % 4 == 0, "a pass must keep chunks with their groups");
@@ -1007,19 +1176,30 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     const u16* const ff = c.vectors() + X_FF;
     uint4 coming[PASS_TURNS];
     auto release_down = [&]() { c.release_first<Down>(0, Down::CHUNKS); };
-    if constexpr (AHEAD) { c.ask<PASS_COLUMNS>(coming, ff, 0, INTERMEDIATE); release_down(); }
+    if constexpr (AHEAD) {
+      c.ask<PASS_COLUMNS>(coming, ff, 0, INTERMEDIATE);
+      release_down();
+    }
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
       const int from = pass * PASS_COLUMNS, columns = INTERMEDIATE - from;
       if (pass > 0) consumers_sync();
-      if constexpr (AHEAD) c.receive<PASS_COLUMNS>(coming, ff, from, columns);
-      else c.take<FfVector, PASS_COLUMNS, false, false>(ff, from, nullptr, columns, [&]() { if (pass == 0) release_down(); });
+      if constexpr (AHEAD)
+        c.receive<PASS_COLUMNS>(coming, ff, from, columns);
+      else
+        c.take<FfVector, PASS_COLUMNS, false, false>(ff, from, nullptr, columns, [&]() {
+          if (pass == 0) release_down();
+        });
       consumers_sync();
-      if (AHEAD && pass + 1 < PASSES) c.ask<PASS_COLUMNS>(coming, ff, from + PASS_COLUMNS, columns - PASS_COLUMNS);
+      if (AHEAD && pass + 1 < PASSES)
+        c.ask<PASS_COLUMNS>(coming, ff, from + PASS_COLUMNS, columns - PASS_COLUMNS);
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
       for (int i = pass * PASS_KB * DOWN_UNITS + c.group; i < end; i += 4) {
-        if (i != c.group) { c.load_chunk<Down>(i); c.release_chunk<Down>(i); }
+        if (i != c.group) {
+          c.load_chunk<Down>(i);
+          c.release_chunk<Down>(i);
+        }
         c.multiply<Down, true, false>(i % DOWN_UNITS, c.warp, (i / DOWN_UNITS - pass * PASS_KB) * DOWN_CK);
       }
     }
@@ -1035,7 +1215,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   // ---- LM head and draw
   c.refresh();
   c.load_first<Head>(0, Head::CHUNKS);
-  c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, p.norms + 2 * LAYERS * HIDDEN, HIDDEN, [&]() { c.release_first<Head>(0, Head::CHUNKS); });
+  c.take<HiddenVector, HIDDEN, true, false>(c.vectors() + X_H2, 0, p.norms + 2 * LAYERS * HIDDEN, HIDDEN,
+                                            [&]() { c.release_first<Head>(0, Head::CHUNKS); });
   consumers_sync();
   if (4 % Head::KB == 0) c.keep_x<Head>();
   const int token = c.t % TOKENS;
@@ -1046,7 +1227,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 #pragma unroll 1
   for (int first = 0; first < Head::UNITS; first += Head::ROUND) {
     const int count = min(Head::ROUND, Head::UNITS - first);
-    if (first > 0) { consumers_sync(); c.load_first<Head>(first * Head::KB, (first + count) * Head::KB); c.release_first<Head>(first * Head::KB, (first + count) * Head::KB); }
+    if (first > 0) {
+      consumers_sync();
+      c.load_first<Head>(first * Head::KB, (first + count) * Head::KB);
+      c.release_first<Head>(first * Head::KB, (first + count) * Head::KB);
+    }
     c.multiply_round<Head>(first, count);
     consumers_sync();
 #pragma unroll 1
@@ -1059,7 +1244,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
           if (!(logit < __int_as_float(0x7f800000))) is_bad = 0x80000000u;
           float value = logit * sharpness;
           if (temperature > 0.f) value -= log_race_time(s.key[token * 2], s.key[token * 2 + 1], row);
-          if (value > best) { best = value; best_id = row; }
+          if (value > best) {
+            best = value;
+            best_id = row;
+          }
         }
       }
     }
@@ -1072,7 +1260,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   auto better = [&](float value, u32 id) {
     is_bad |= id & 0x80000000u;
     id &= 0x7fffffffu;
-    if (value > best || (value == best && id < best_id)) { best = value; best_id = id; }
+    if (value > best || (value == best && id < best_id)) {
+      best = value;
+      best_id = id;
+    }
   };
 #pragma unroll
   for (int o = 16; o >= TOKENS; o >>= 1) {
@@ -1080,10 +1271,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     const u32 id = __shfl_xor_sync(~0u, best_id | is_bad, o);
     better(value, id);
   }
-  if (c.lane < TOKENS) { s.best_value[c.lane * 16 + c.warp] = best; s.best_id[c.lane * 16 + c.warp] = best_id | is_bad; }
+  if (c.lane < TOKENS) {
+    s.best_value[c.lane * 16 + c.warp] = best;
+    s.best_id[c.lane * 16 + c.warp] = best_id | is_bad;
+  }
   consumers_sync();
   if (c.t < TOKENS) {
-    best = NEG_INF; best_id = 0x7fffffffu; is_bad = 0;
+    best = NEG_INF;
+    best_id = 0x7fffffffu;
+    is_bad = 0;
     for (int w = 0; w < 16; w++) better(s.best_value[c.t * 16 + w], s.best_id[c.t * 16 + w]);
     u32* to = p.exchange + X_BEST + (c.t * CTAS + cta) * 4;
     store_pair(to, __float_as_uint(best), c.epoch);
@@ -1092,7 +1288,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   if (cta != 0) return;
   // Warp m finishes token m.
   if (c.warp < TOKENS) {
-    best = NEG_INF; best_id = 0x7fffffffu; is_bad = 0;
+    best = NEG_INF;
+    best_id = 0x7fffffffu;
+    is_bad = 0;
     for (int i = c.lane; i < CTAS; i += 32) {
       const u32* from = p.exchange + X_BEST + (c.warp * CTAS + i) * 4;
       const float value = __uint_as_float(poll_pair(from, c.epoch));
