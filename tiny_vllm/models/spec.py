@@ -138,6 +138,11 @@ class ModelSpec:
         return self._is_llama_like
 
     @property
+    def fits_weight_tape(self) -> bool:
+        """Whether the weight-tape kernel computes this family (see models/tape_decode.py)."""
+        return self._is_llama_like
+
+    @property
     def fits_decode_chain(self) -> bool:
         """Whether the chain of GPU kernels computes this model (see models/decode_chain.py)."""
         return self._is_llama_like

@@ -7,7 +7,6 @@ batches read plain rows. It costs the model's weights once more in memory (2.5 G
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,10 +52,8 @@ def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: t
 
 def spec_obstacle(spec: ModelSpec, page_size: int) -> str | None:
     """The part of `tape_obstacle` that needs no GPU."""
-    if not replace(spec, qk_norm=None).fits_decode_chain:
+    if not spec.fits_weight_tape:
         return f"the kernel does not compute the family {spec.family}"
-    if spec.qk_norm is not None:
-        return "the kernel's norms of queries and keys have not been verified on a GPU"
     if spec.rope.rotary_dim != spec.head_dim:
         return f"only {spec.rope.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
     if spec.output_bias or spec.mlp_bias:

@@ -93,7 +93,7 @@ def test_specs_beyond_the_kernel_are_refused_with_the_reason() -> None:
     for changes, reason in (
         (dict(rope=RopeSpec(theta=1e4, rotary_dim=32)), "only 32 of 64 dimensions"),
         (dict(mlp_bias=True), "biases"),
-        (dict(qk_norm="head"), "not been verified"),
+        (dict(qk_norm="head"), "family llama"),
         (dict(attention_softcap=30.0), "family llama"),
         (dict(sliding_window=16, sliding_layers=(0,)), "family llama"),
     ):
