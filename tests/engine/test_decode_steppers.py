@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
 from tiny_vllm import LLM, RequestOutput, SamplingParams
+from tiny_vllm.engine import build
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.runner import Runner
+from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState
@@ -173,3 +176,15 @@ def test_a_slot_that_changes_hands_is_sampled_by_its_new_owners_rules(directory:
         first, second = llm.generate([[5, 6, 7], [5, 6, 7]], [greedy, special])
         assert first.outputs[0].token_ids == second.outputs[0].token_ids
         assert stepper.num_logits == 5 and len(stepper.drawn) == 5
+
+
+def test_a_tape_that_does_not_compile_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise CompileError("NVRTC cannot compile the kernel tape")
+
+    monkeypatch.setattr(build, "TapeDecode", refuse)
+    nothing: Any = None
+    with pytest.warns(RuntimeWarning, match="NVRTC cannot compile the kernel tape") as warned:
+        sampler: Any = SimpleNamespace(temperature=None)
+        assert build._make_tape(nothing, nothing, nothing, nothing, nothing, sampler) == []
+    assert len(warned) == 1

@@ -171,7 +171,9 @@ def _make_tape(
         return [TapeDecode(spec, weights, cos_sin, kv_cache, state, sampler.temperature)]
     except CudaKernelError as error:
         warnings.warn(
-            f"the weight tape cannot run here, slower kernels take its place: {error}", stacklevel=2
+            f"the weight tape cannot run here, slower kernels take its place: {error}",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return []
 
