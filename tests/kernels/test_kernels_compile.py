@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,11 +12,12 @@ from tiny_vllm.kernels.draw_tokens import draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
+from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
-from tiny_vllm.kernels.rope_and_attend import rope_and_attend
+from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
@@ -109,6 +112,25 @@ def test_prefill_attention(head_dim: int, dtype: torch.dtype) -> None:
             index[:3], 0.125,
         )  # fmt: skip
     check(kernels)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_with_the_traits_of_families(head_dim: int) -> None:
+    cache, index = meta(100, 8, 16, head_dim), meta(16, dtype=torch.int64)
+    table, sinks = meta(16, 256, dtype=torch.int64), meta(32, dtype=torch.float32)
+    parts, angles = meta(1, 16, 48 * head_dim, dtype=torch.float32), meta(4096, head_dim, dtype=torch.float32)
+    norms = HeadNorms(meta(head_dim), meta(head_dim), 1e-6)
+    variants: dict[str, Any] = dict(window=128, softcap=50.0, sinks=sinks)
+    with compiling() as kernels:
+        q = meta(16, 32, head_dim)
+        attend_chunks(q, cache, cache, table, meta(17, dtype=torch.int64), index, 0.1, **variants)
+        attend_pages(q, cache, cache, table, index, 0.1, pdl=True, **variants)
+        rope_and_attend(
+            parts, None, angles, index, cache, cache, table, index, 32, 0.1, head_norms=norms, pdl=True,
+            **variants,
+        )  # fmt: skip
+    check(kernels)
+    assert len(kernels) == 5
 
 
 def test_kernels_for_many_tokens() -> None:

@@ -4,7 +4,7 @@
 
 q [B, Hq, D]; k_cache, v_cache [num_pages, Hkv, page_size, D]; page_table [B, W] and context_lens [B] int64;
 out [B, Hq, D] of q's type. Scores, softmax and sums are FP32; out is rounded once.
-Variants, all in the reference: a window lets a query see that many newest tokens, itself included; a softcap
+Variants: a window lets a query see that many newest tokens, itself included; a softcap
 c bends each scaled score s to c * tanh(s / c); sinks [Hq] FP32 are one more score per head, without a value.
 Moves 2 * sum(context_lens) * Hkv * D values for 4 * sum(context_lens) * Hq * D FLOPs: memory-bound.
 
@@ -31,12 +31,14 @@ one long context slow down every short one, so lengths far apart are attended in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
+from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     dot,
@@ -75,7 +77,6 @@ MIN_PROGRAMS = 512
 MAX_PART_LEN = 4096
 MAX_PARTS = 64
 JOIN_WARPS = 2
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +226,8 @@ def paged_decode_attention(
     first = contexts[0]
     if isinstance(first, PagedContext):
         pages = first.page_table, first.context_lens
-        if runs_triton(q) and softcap is None and sinks is None:
-            return attend_pages(q, k_cache, v_cache, *pages, scale, window=window)
-        return paged_decode_attention_ref(
-            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks
-        )
+        attend = attend_pages if runs_triton(q) else paged_decode_attention_ref
+        return attend(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
     assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     if len(contexts) == 1:
         return _attend(q, k_cache, v_cache, first, scale)
@@ -295,9 +293,10 @@ def _load_tile(
 
 
 @jit
-def _add_tile(q, keys, values, is_visible, maximum, total, output, scale):
+def _add_tile(q, keys, values, is_visible, maximum, total, output, scale, SOFTCAP: tl.constexpr):
     """One step of the online softmax, in base 2: q [G, D], keys and values [TILE, D], is_visible [TILE]."""
     scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * scale
+    scores = cap_scores(scores, SOFTCAP)
     scores = tl.where(is_visible[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - new_maximum[:, None])
@@ -328,31 +327,44 @@ def first_keys_and_values(
 @jit
 def attend_part(
     q, newest_key, newest_value, holds_newest, keys, values,
-    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
+    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted sum of values of a part: [G], [G], [G, BLOCK_DIM].
 
     q [G, BLOCK_DIM]; keys and values [TILE, BLOCK_DIM] of start ..; the part ends at `before`, and with the
-    newest token, whose key and value [BLOCK_DIM] are given, if it holds that.
+    newest token, whose key and value [BLOCK_DIM] are given, if it holds that. sinks: [G] of `load_sinks`, or
+    None; they belong to the part of the newest token.
     """
     scale = scale * LOG2_E
     # A part is never empty: it holds the newest token or, in its first tile, an older one, and the maximum is
     # finite from then on.
     score = tl.sum(q.to(tl.float32) * newest_key.to(tl.float32)[None, :], 1) * scale
+    score = cap_scores(score, SOFTCAP)
     maximum = tl.where(holds_newest, score, float("-inf"))
     total = tl.zeros(score.shape, tl.float32) + tl.where(holds_newest, 1.0, 0.0)
     output = tl.where(holds_newest, newest_value.to(tl.float32), 0.0)[None, :] + tl.zeros(q.shape, tl.float32)
+    if sinks is not None:
+        sink = tl.where(holds_newest, sinks, float("-inf"))
+        maximum = tl.maximum(maximum, sink)
+        base = tl.where(holds_newest, maximum, 0.0)
+        share = tl.exp2(tl.where(holds_newest, score, float("-inf")) - base)
+        total = share + tl.exp2(sink - base)
+        output *= share[:, None]
     positions = start + tl.arange(0, TILE)
-    maximum, total, output = _add_tile(q, keys, values, positions < before, maximum, total, output, scale)
+    maximum, total, output = _add_tile(
+        q, keys, values, positions < before, maximum, total, output, scale, SOFTCAP
+    )
     for tile_start in tl.range(start + TILE, before, TILE):
         positions = tile_start + tl.arange(0, TILE)
         keys, values = first_keys_and_values(
             k_cache_ptr, v_cache_ptr, page_table_ptr, tile_start, before, kv_head,
             NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
         )  # fmt: skip
-        maximum, total, output = _add_tile(q, keys, values, positions < before, maximum, total, output, scale)
+        maximum, total, output = _add_tile(
+            q, keys, values, positions < before, maximum, total, output, scale, SOFTCAP
+        )
     return maximum, total, output
 
 
@@ -388,6 +400,7 @@ def _attend_part_kernel(
     page_table_ptr,
     context_lens_ptr,
     table_rows_ptr,
+    sinks_ptr,
     table_width,
     scale,
     GROUP: tl.constexpr,
@@ -395,6 +408,7 @@ def _attend_part_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
@@ -402,7 +416,7 @@ def _attend_part_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts)."""
+    """Grid (B, Hkv, parts). sinks_ptr may be None."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -435,10 +449,13 @@ def _attend_part_kernel(
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
     newest_key = tl.load(k_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
     newest_value = tl.load(v_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, kv_head * GROUP + head, head < GROUP)
     maximum, total, output = attend_part(
         q, newest_key, newest_value, end > newest, keys, values,
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, SOFTCAP,
     )  # fmt: skip
     store_part(
         output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
@@ -536,12 +553,12 @@ def _attend_pages_ref(
     *,
     table_rows: Tensor | None = None,
     max_context_len: int | None = None,
-    window: int | None = None,
     pdl: bool = False,
+    **variants: Any,
 ) -> Tensor:
     """Where the kernel does not compile. It cannot be captured in a graph."""
     table = page_table if table_rows is None else page_table[table_rows]
-    return paged_decode_attention_ref(q, k_cache, v_cache, table.long(), context_lens, scale, window=window)
+    return paged_decode_attention_ref(q, k_cache, v_cache, table.long(), context_lens, scale, **variants)
 
 
 @with_fallback(_attend_pages_ref)
@@ -556,14 +573,17 @@ def attend_pages(
     table_rows: Tensor | None = None,
     max_context_len: int | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """The kernels: q [B, Hq, D] -> [B, Hq, D].
 
     page_table [R, W] and context_lens [B], int32 or int64. table_rows [B]: rows of the page table, by default
     row i is sequence i's. max_context_len: no context is longer (by default, than the table is wide); it only
-    spares programs. window: a query sees that many newest tokens, itself included. pdl: see `triton_support`;
-    context_lens, page_table and table_rows must then be complete before the preceding kernel starts.
+    spares programs. window: a query sees that many newest tokens, itself included. softcap: of the scores.
+    sinks [Hq]. pdl: see `triton_support`; context_lens, page_table and table_rows must then be complete
+    before the preceding kernel starts.
     """
     num_sequences, num_heads, _ = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
@@ -582,11 +602,13 @@ def attend_pages(
         page_table,
         context_lens,
         context_lens if table_rows is None else table_rows,
+        sinks,
         page_table.stride(0),
         scale,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
+        SOFTCAP=softcap or 0.0,
         BLOCK_GROUP=max(next_power_of_2(group), 16),
         HAS_ROWS=table_rows is not None,
         PDL=pdl,

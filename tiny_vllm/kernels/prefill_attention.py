@@ -6,7 +6,7 @@ q [T, Hq, D], the chunks of S sequences one after another; k_cache, v_cache [num
 page_table [S, W], query_starts [S + 1] and context_lens [S] int64; out [T, Hq, D] of q's type. A chunk of n
 tokens holds the last n of its context, whose keys are already in their pages: whole prompts, later chunks and
 prefix hits are one case. Scores, softmax and sums are FP32; out is rounded once.
-The reference has the variants of decode attention: window, softcap and sinks, see paged_decode_attention.py.
+The variants are those of decode attention: window, softcap and sinks, see paged_decode_attention.py.
 4 * Hq * D FLOPs per query and visible key: compute-bound from some hundred tokens on.
 Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
 
@@ -25,12 +25,14 @@ on the diagonal come last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
+from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
 from tiny_vllm.kernels.triton_support import (
     dot,
     jit,
@@ -55,7 +57,6 @@ MAX_TILE_SCORES = 1 << 22
 TILES_16_BIT = ((64, (128, 128, 8, 2)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2)))
 # FP32 products have no tensor cores: small tiles.
 TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +201,8 @@ def prefill_attention(
     first = contexts[0]
     if isinstance(first, PagedChunks):
         pages = first.page_table, first.query_starts, first.context_lens
-        if runs_triton(q) and softcap is None and sinks is None:
-            return attend_chunks(q, k_cache, v_cache, *pages, scale, window=window)
-        return prefill_attention_ref(
-            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks
-        )
+        attend = attend_chunks if runs_triton(q) else prefill_attention_ref
+        return attend(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
     assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     output = torch.empty_like(q)
     for context in contexts:
@@ -262,7 +260,7 @@ def _attend_keys(
     q, maximum, total, output,
     k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax, in base 2, over keys start .. end; positions [BLOCK_M] are those of the rows of q."""
     dims = tl.arange(0, BLOCK_DIM)
@@ -276,6 +274,7 @@ def _attend_keys(
         values = tl.load(v_cache_ptr + row[:, None] + dims[None, :], mask=mask, other=0.0)
 
         scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * (scale * LOG2_E)
+        scores = cap_scores(scores, SOFTCAP)
         if MASKED:
             is_visible = key[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -301,6 +300,7 @@ def _prefill_attention_kernel(
     page_table_ptr,
     query_starts_ptr,
     context_lens_ptr,
+    sinks_ptr,
     num_sequences,
     table_width,
     scale,
@@ -309,12 +309,13 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """Grid (tiles, Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads."""
+    """Grid (tiles, Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads. sinks_ptr may be None."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -359,18 +360,22 @@ def _prefill_attention_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     output = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
+    if sinks_ptr is not None:
+        maximum = load_sinks(sinks_ptr, kv_head * GROUP + row % GROUP, row >= 0)
+        total += 1.0
     if WINDOW > 0:
         maximum, total, output = _attend_keys(
             q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, begin,
-            shared_start, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
+            shared_start, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, True,
         )  # fmt: skip
     maximum, total, output = _attend_keys(
         q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_start,
-        shared_end, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, False,
+        shared_end, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, False,
     )  # fmt: skip
     maximum, total, output = _attend_keys(
         q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_end,
-        last_position + 1, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_DIM, True,
+        last_position + 1, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM,
+        True,
     )  # fmt: skip
     output = output / total[:, None]
     tl.store(output_ptr + q_places, output.to(output_ptr.dtype.element_ty), mask=mask)
@@ -384,12 +389,11 @@ def _attend_chunks_ref(
     query_starts: Tensor,
     context_lens: Tensor,
     scale: float,
-    *,
-    window: int | None = None,
+    **variants: Any,
 ) -> Tensor:
     """Where the kernel does not compile."""
     return prefill_attention_ref(
-        q, k_cache, v_cache, page_table.long(), query_starts, context_lens, scale, window=window
+        q, k_cache, v_cache, page_table.long(), query_starts, context_lens, scale, **variants
     )
 
 
@@ -404,11 +408,13 @@ def attend_chunks(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The kernel: q [T, Hq, D] -> [T, Hq, D].
 
     page_table [S, W], query_starts [S + 1] and context_lens [S], int32 or int64. window: a query sees that
-    many newest tokens, itself included.
+    many newest tokens, itself included. softcap: of the scores. sinks [Hq].
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
@@ -429,6 +435,7 @@ def attend_chunks(
         page_table,
         query_starts,
         context_lens,
+        sinks,
         num_sequences,
         page_table.stride(0),
         scale,
@@ -437,6 +444,7 @@ def attend_chunks(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
+        SOFTCAP=softcap or 0.0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_DIM=block_dim,

@@ -1,10 +1,12 @@
 """Decode attention that starts from the parts of a QKV product: sum, rotation, cache write, attention.
 
-    qkv = sum over s of parts[s] + b;  q, k = rope(qkv);  k, v -> their cells;  out = attention of q
+    q, k, v = sum over s of parts[s] + b;  q, k = rope(q, k);  k, v -> their cells;  out = attention of q
 
 parts [S, B, (Hq + 2 Hkv) * D] FP32 or of the cache's type, columns q, k, v, heads in order; bias [columns].
-See `rope` for the rotation, `paged_decode_attention` for the rest. q, k and v are rounded once before they
-are used, as if kernels of their own had written them. Moves the context's keys and values, as attention does.
+See `rope` for the rotation, `paged_decode_attention` for the rest, its variants included. Where a family
+norms queries and keys, RMSNorm of each head comes before the rotation. q, k and v are rounded once before
+they are used, as if kernels of their own had written them. Moves the context's keys and values, as attention
+does.
 
 A program attends with the query heads of one KV head, which it sums and rotates itself: some kilobytes from
 the L2 cache. Programs that share a KV head's context repeat that; the one whose part ends with the newest
@@ -15,6 +17,9 @@ later steps read them. That is a kernel per layer less than rotating first, and 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +32,9 @@ from tiny_vllm.kernels.paged_decode_attention import (
     part_of_context,
     store_part,
 )
+from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.score_traits import load_sinks
 from tiny_vllm.kernels.triton_support import (
     IS_INTERPRETED,
     jit,
@@ -38,6 +45,15 @@ from tiny_vllm.kernels.triton_support import (
     wait_for_predecessor,
     with_fallback,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm weights [D] of the heads of queries and of keys."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 def rope_and_attend_ref(
@@ -53,18 +69,26 @@ def rope_and_attend_ref(
     scale: float,
     *,
     table_rows: Tensor | None = None,
+    head_norms: HeadNorms | None = None,
     max_context_len: int | None = None,
     pdl: bool = False,
+    **variants: Any,
 ) -> Tensor:
     """As kernels of their own. `pdl` is ignored."""
     qkv = parts.float().sum(0)
     if bias is not None:
         qkv = qkv + bias.float()
+    if head_norms is not None:
+        heads = qkv.view(len(qkv), -1, k_cache.shape[3])
+        num_keys = k_cache.shape[1]
+        q, k, v = heads.split([num_heads, num_keys, num_keys], 1)
+        q, k = rms_norm_ref(q, head_norms.q, head_norms.eps), rms_norm_ref(k, head_norms.k, head_norms.eps)
+        qkv = torch.cat((q, k, v), 1).flatten(1)
     step = prepare_rope(cos_sin, context_lens.long() - 1, cells, k_cache.shape[1], k_cache.shape[2])
     q = rope_and_cache(qkv.to(k_cache.dtype), step, k_cache, v_cache, num_heads)
     return attend_pages(
         q.contiguous(), k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows,
-        max_context_len=max_context_len,
+        max_context_len=max_context_len, **variants,
     )  # fmt: skip
 
 
@@ -106,9 +130,13 @@ def _rope_and_attend_kernel(
     page_table_ptr,
     context_lens_ptr,
     table_rows_ptr,
+    sinks_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     table_width,
     num_values,
     scale,
+    eps,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -117,6 +145,7 @@ def _rope_and_attend_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
@@ -124,7 +153,7 @@ def _rope_and_attend_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts)."""
+    """Grid (B, Hkv, parts). sinks_ptr, and both norms, may be None."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -169,6 +198,10 @@ def _rope_and_attend_kernel(
     turned = _sum_parts(
         parts_ptr, bias_ptr, q_place + partners[None, :], is_q, num_values, SPLITS, HAS_BIAS, WIDTH
     )
+    if q_norm_ptr is not None:
+        norm = tl.rsqrt(tl.sum(q * q, 1) / HEAD_DIM + eps)[:, None]
+        q *= norm * tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        turned *= norm * tl.load(q_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)[None, :]
     q = _in_its_layout((q * cos[None, :] + turned * sin[None, :]).to(k_cache_ptr.dtype.element_ty))
 
     is_new = is_dim & holds_newest
@@ -176,16 +209,23 @@ def _rope_and_attend_kernel(
     v_place = k_place + NUM_KV_HEADS * HEAD_DIM + dims
     k = _sum_parts(parts_ptr, bias_ptr, k_place + dims, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
     turned = _sum_parts(parts_ptr, bias_ptr, k_place + partners, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
+    if k_norm_ptr is not None:
+        norm = tl.rsqrt(tl.sum(k * k, 0) / HEAD_DIM + eps)
+        k *= norm * tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+        turned *= norm * tl.load(k_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
     k = (k * cos + turned * sin).to(k_cache_ptr.dtype.element_ty)
     v = _sum_parts(parts_ptr, bias_ptr, v_place, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
     v = v.to(v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + cell_row * HEAD_DIM + dims, k, mask=is_new)
     tl.store(v_cache_ptr + cell_row * HEAD_DIM + dims, v, mask=is_new)
 
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, kv_head * GROUP + head, head < GROUP)
     maximum, total, output = attend_part(
         q, k, v, holds_newest, keys, values,
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, SOFTCAP,
     )  # fmt: skip
     q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
     store_part(
@@ -209,6 +249,10 @@ def rope_and_attend(
     *,
     table_rows: Tensor | None = None,
     max_context_len: int | None = None,
+    head_norms: HeadNorms | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """parts [S, B, (Hq + 2 Hkv) * D] -> [B, Hq, D] of the cache's type; writes k and v.
@@ -220,9 +264,9 @@ def rope_and_attend(
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     group = num_heads // num_kv_heads
     assert parts.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
-    longest = max_context_len or page_table.shape[1] * page_size
+    longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
     output = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
-    share = AttentionParts.make(output, num_kv_heads, longest, None)
+    share = AttentionParts.make(output, num_kv_heads, longest, window)
     _rope_and_attend_kernel[(num_sequences, num_kv_heads, share.tiles.max_parts)](
         output,
         share.outputs,
@@ -236,15 +280,20 @@ def rope_and_attend(
         page_table,
         context_lens,
         context_lens if table_rows is None else table_rows,
+        sinks,
+        None if head_norms is None else head_norms.q,
+        None if head_norms is None else head_norms.k,
         page_table.stride(0),
         num_sequences * width,
         scale,
+        None if head_norms is None else head_norms.eps,
         SPLITS=splits,
         HAS_BIAS=bias is not None,
         ROTARY_DIM=cos_sin.shape[1],
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
+        SOFTCAP=softcap or 0.0,
         BLOCK_GROUP=max(next_power_of_2(group), 16),
         HAS_ROWS=table_rows is not None,
         PDL=pdl,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.paged_decode_attention import attend_pages, prepare_decode_attention
 from tiny_vllm.kernels.prefill_attention import attend_chunks, prepare_prefill_attention
-from tiny_vllm.kernels.rope_and_attend import rope_and_attend
+from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
 from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +53,22 @@ if not INTERPRETED:
     }
 
 
+# Scores have a size of about 2: these caps bend them, and these sinks take a share of them.
+VARIANTS = {
+    "soft_cap": dict(softcap=2.0),
+    "soft_cap_that_is_reached": dict(softcap=0.05),
+    "sinks": dict(sinks=True),
+    "all": dict(window=40, softcap=3.0, sinks=True, scale=0.2),
+}
+
+
+def options_of(variant: str, num_heads: int, device: torch.device) -> dict[str, Any]:
+    options: dict[str, Any] = dict(VARIANTS[variant])
+    if "sinks" in options:
+        options["sinks"] = 3 * torch.randn(num_heads, device=device)
+    return options
+
+
 class Pages:
     """Random keys and values of several sequences, in shuffled pages of a poisoned cache."""
 
@@ -77,7 +95,15 @@ class Pages:
             self.keys.append(keys)
             self.values.append(values)
 
-    def attend(self, index: int, q: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        q: Tensor,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """q [n, Hq, D], the last n tokens of sequence `index`, in FP64."""
         group = q.shape[1] // self.keys[index].shape[1]
         keys = self.keys[index].double().repeat_interleave(group, 1)
@@ -87,8 +113,13 @@ class Pages:
         hidden = positions > queries
         if window is not None:
             hidden |= positions <= queries - window
-        scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        scores = torch.einsum("nhd,lhd->hnl", q.double(), keys) * (scale or q.shape[-1] ** -0.5)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        scores.masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hnl,lhd->nhd", weights, values)
 
 
@@ -111,6 +142,22 @@ def test_decode_sees_the_own_context_only(
     )
     expected = torch.cat([pages.attend(index, q[index : index + 1], window) for index in range(len(lens))])
     check(actual, expected, pages)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", DECODE_CASES)
+def test_decode_has_the_variants_of_the_families(
+    device: torch.device, case: str, variant: str, dtype: torch.dtype
+) -> None:
+    lens, num_heads, num_kv_heads, head_dim, page_size = DECODE_CASES[case]
+    pages = Pages(lens, num_kv_heads, head_dim, page_size, dtype, device)
+    q = (2 * torch.randn(len(lens), num_heads, head_dim, device=device)).to(dtype)
+    options = options_of(variant, num_heads, device)
+    expected = [pages.attend(index, q[index : index + 1], **options) for index in range(len(lens))]
+    scale = options.pop("scale", head_dim**-0.5)
+    actual = attend_pages(q, pages.k_cache, pages.v_cache, pages.table, pages.lens, scale, **options)
+    check(actual, torch.cat(expected), pages)
 
 
 @pytest.mark.parametrize("index_type", [torch.int32, torch.int64], ids=str)
@@ -146,10 +193,10 @@ def test_a_decode_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("rotation", ["whole", "partial"])
+@pytest.mark.parametrize(("rotation", "variant"), [("whole", None), ("partial", None), ("whole", "all")])
 @pytest.mark.parametrize("case", DECODE_CASES)
 def test_rope_and_attend_ends_the_product_and_writes_the_newest_token(
-    device: torch.device, case: str, rotation: str, splits: int, dtype: torch.dtype
+    device: torch.device, case: str, rotation: str, variant: str | None, splits: int, dtype: torch.dtype
 ) -> None:
     lens, num_heads, num_kv_heads, head_dim, page_size = DECODE_CASES[case]
     if case == "many_splits":
@@ -170,6 +217,15 @@ def test_rope_and_attend_ends_the_product_and_writes_the_newest_token(
     pages.k_cache[where] = pages.v_cache[where] = float("nan")
     qkv = parts.double().sum(0) + (0 if bias is None else bias.double())
     q, k, v = qkv.view(count, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    options = {} if variant is None else options_of(variant, num_heads, device)
+    scale = options.pop("scale", head_dim**-0.5)
+    head_norms = None
+    if variant is not None:
+        head_norms = HeadNorms(*(1 + 0.5 * torch.randn(2, head_dim, device=device).to(dtype)), 1e-5)
+        q, k = (
+            x * torch.rsqrt(x.square().mean(-1, True) + 1e-5) * weight.double()
+            for x, weight in ((q, head_norms.q), (k, head_norms.k))
+        )
     cos, sin = cos_sin[newest].double()[:, None].chunk(2, -1)
 
     def turn(x: Tensor) -> Tensor:
@@ -178,8 +234,8 @@ def test_rope_and_attend_ends_the_product_and_writes_the_newest_token(
 
     before = pages.k_cache.clone(), pages.v_cache.clone()
     actual = rope_and_attend(
-        parts, bias, cos_sin, cells, pages.k_cache, pages.v_cache, pages.table, pages.lens, num_heads,
-        head_dim**-0.5, pdl=has_pdl(device),
+        parts, bias, cos_sin, cells, pages.k_cache, pages.v_cache, pages.table, pages.lens, num_heads, scale,
+        head_norms=head_norms, pdl=has_pdl(device), **options,
     )  # fmt: skip
     for cache, old, expected in (
         (pages.k_cache, before[0], turn(k)),
@@ -195,7 +251,8 @@ def test_rope_and_attend_ends_the_product_and_writes_the_newest_token(
         pages.keys[sequence][-1] = pages.k_cache[where][sequence]
         pages.values[sequence][-1] = pages.v_cache[where][sequence]
     rounded = turn(q).to(dtype)
-    expected = torch.cat([pages.attend(row, rounded[row : row + 1]) for row in range(count)])
+    options["scale"] = scale
+    expected = torch.cat([pages.attend(row, rounded[row : row + 1], **options) for row in range(count)])
     check(actual, expected, pages)
 
 
@@ -235,4 +292,24 @@ def test_prefill_is_causal_over_the_own_context(
     expected = [
         pages.attend(index, q[parts[index] : parts[index + 1]], window) for index in range(len(chunks))
     ]
+    check(actual, torch.cat(expected), pages)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", PREFILL_CASES)
+def test_prefill_has_the_variants_of_the_families(
+    device: torch.device, case: str, variant: str, dtype: torch.dtype
+) -> None:
+    chunks, num_heads, num_kv_heads, head_dim, page_size = PREFILL_CASES[case]
+    pages = Pages([context for _, context in chunks], num_kv_heads, head_dim, page_size, dtype, device)
+    starts = torch.tensor([0] + [chunk for chunk, _ in chunks], device=device).cumsum(0)
+    q = (2 * torch.randn(int(starts[-1]), num_heads, head_dim, device=device)).to(dtype)
+    options = options_of(variant, num_heads, device)
+    parts = starts.tolist()
+    expected = [
+        pages.attend(index, q[parts[index] : parts[index + 1]], **options) for index in range(len(chunks))
+    ]
+    scale = options.pop("scale", head_dim**-0.5)
+    actual = attend_chunks(q, pages.k_cache, pages.v_cache, pages.table, starts, pages.lens, scale, **options)
     check(actual, torch.cat(expected), pages)
