@@ -188,7 +188,6 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "only text",
     ),
-    "two limits": ({"max_tokens": 5, "max_completion_tokens": 6}, "differ"),
     "top_logprobs alone": ({"top_logprobs": 2}, "needs logprobs"),
     "logprobs number": ({"logprobs": 2}, "logprobs"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported"),

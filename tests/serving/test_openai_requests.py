@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from tests.serving.support import RunningServer, running_server
+from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.openai_requests import Call, RequestMaker, tenant_salt
-from tiny_vllm.serving.schemas import ChatBody, CompletionBody
+from tiny_vllm.serving.schemas import ChatBody, CompletionBody, parse_body
 from tiny_vllm.text.request_builder import RequestBuilder
 
 
@@ -83,3 +84,23 @@ def test_prompts_without_special_tokens_are_the_same_where_there_are_none(server
     plain = server.post("/v1/completions", body).json()["choices"][0]["text"]
     without = server.post("/v1/completions", {**body, "add_special_tokens": False})
     assert without.json()["choices"][0]["text"] == plain == "One, two"
+
+
+def test_whole_numbers_may_be_written_with_a_point(maker: RequestMaker) -> None:
+    body = parse_body(CompletionBody, b'{"prompt": [5.0, 6], "max_tokens": 4.0, "stop_token_ids": [7.0]}')
+    (prepared,) = maker.completion(body, CALL)
+    assert prepared.request.prompt_token_ids == (5, 6)
+    assert (prepared.request.sampling.max_tokens, prepared.request.sampling.stop_token_ids) == (4, (7,))
+    for wrong in (b'"max_tokens": 4.5', b'"max_tokens": "4"', b'"n": true', b'"stop_token_ids": [1.5]'):
+        with pytest.raises(ApiError, match="valid integer"):
+            parse_body(CompletionBody, b'{"prompt": [5], ' + wrong + b"}")
+
+
+def test_of_two_limits_of_a_chat_both_hold(server: RunningServer) -> None:
+    for limits in (
+        {"max_tokens": 2, "max_completion_tokens": 3},
+        {"max_tokens": 3, "max_completion_tokens": 2},
+    ):
+        body = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, **limits}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.json()["usage"]["completion_tokens"] == 2

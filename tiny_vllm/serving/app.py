@@ -16,8 +16,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +30,7 @@ from tiny_vllm.serving.generation_response import GenerationResponse
 from tiny_vllm.serving.live import MAX_VIEWERS, LiveResponse
 from tiny_vllm.serving.openai_requests import Call, amount_of_text, tenant_salt
 from tiny_vllm.serving.openai_responses import ChatFormat, CompletionFormat, Format, Heading
+from tiny_vllm.serving.openapi import BodyLimits, describe
 from tiny_vllm.serving.schemas import (
     Body,
     ChatBody,
@@ -93,7 +92,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+    app.openapi = partial(_openapi, app, service)  # type: ignore[method-assign]
     return app
 
 
@@ -341,14 +340,19 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The framework's document, with the bodies that are read without its help."""
+def _openapi(app: FastAPI, service: Service) -> dict[str, Any]:
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies: list[Any] = [
-            (body, "validation") for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-        ]
-        _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        app.openapi_schema = document
+        model, options = service.model, service.engine_config
+        tokenizer = model.tokenizer
+        limits = BodyLimits(
+            model_name=model.name,
+            num_ids=model.vocab_size,
+            num_text_ids=0 if tokenizer is None else tokenizer.vocab_size,
+            takes_empty_prompts=tokenizer is not None and tokenizer.adds_bos,
+            max_n=options.max_n,
+            max_logprobs=options.max_logprobs,
+            max_prompts=service.config.max_prompts,
+            max_stop_strings=service.config.max_stop_strings,
+        )
+        app.openapi_schema = describe(app, (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody), limits)
     return app.openapi_schema

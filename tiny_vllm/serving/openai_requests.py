@@ -9,7 +9,14 @@ from typing import Any
 
 from tiny_vllm.errors import RequestError
 from tiny_vllm.serving.errors import ApiError
-from tiny_vllm.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from tiny_vllm.serving.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    whole_numbers,
+)
 from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import SamplingParams
@@ -51,7 +58,7 @@ class RequestMaker:
         prompts = self._prompts(body.prompt)
         requests = []
         for place, prompt in enumerate(prompts):
-            encoded = prompt
+            encoded = whole_numbers(prompt)
             if isinstance(prompt, str) and body.add_special_tokens is False:
                 encoded = self._need_tokenizer().encode(prompt, add_special_tokens=False)
             prepared = self.builder.build(encoded, params, **self._options(body, call, place))
@@ -62,15 +69,9 @@ class RequestMaker:
     def chat(self, body: ChatBody, call: Call) -> list[PreparedRequest]:
         """One request for a conversation. Raises ApiError or RequestError."""
         options = self._sampling_options(body)
-        limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            raise ApiError(
-                400,
-                "max_tokens and max_completion_tokens differ\nhint: give max_completion_tokens alone",
-                param="max_completion_tokens",
-            )
+        limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
         # Without a limit, an answer may fill the context.
-        options["max_tokens"] = limits.pop() if limits else None
+        options["max_tokens"] = min(limits, default=None)
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs is not None:

@@ -7,33 +7,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from tiny_vllm.serving.errors import schema_error
 from tiny_vllm.serving.parameters import check_unsupported
 from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY
 from tiny_vllm.types import SAMPLING_FIELDS
 
-NULL = {"type": "null"}
-TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 
+
+def whole(value: Any) -> Any:
+    """A number as an integer if it is one: JSON has one kind of number, and some clients write 2 as 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_numbers(values: Any) -> Any:
+    """The same for the entries of a list."""
+    return list(map(whole, values)) if isinstance(values, list) and float in map(type, values) else values
+
+
+Integer = Annotated[int, BeforeValidator(whole)]
 # One fault is enough: a million wrong entries must not become a million error objects.
 Texts = Annotated[list[str], Field(fail_fast=True)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(whole_numbers)]
 
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                TOKEN_IDS,
-                {"type": "array", "items": TOKEN_IDS},
-            ]
-        }
-    ),
-]
+# Their schemas are of this server's limits: see openapi.
+PromptField = Annotated[Any, WithJsonSchema({})]
+BiasField = Annotated[Any, WithJsonSchema({})]
 MessagesField = Annotated[
     Any,
     WithJsonSchema(
@@ -42,34 +47,18 @@ MessagesField = Annotated[
             "minItems": 1,
             "items": {
                 "type": "object",
-                "required": ["role"],
+                "required": ["role", "content"],
                 "properties": {
                     "role": {"type": "string", "minLength": 1},
-                    "content": {
-                        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, NULL]
-                    },
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
                 },
             },
         }
     ),
 ]
-BiasField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-                },
-                NULL,
-            ]
-        }
-    ),
-]
 
 
-def _documented(low: int, high: int | None = None, *, description: str | None = None) -> Any:
+def _documented(low: int, high: Integer | None = None, *, description: str | None = None) -> Any:
     """A field whose range the OpenAPI document tells; SamplingParams and RequestBuilder check it."""
     limits: dict[str, Any] = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
     return Field(None, description=description, json_schema_extra=limits)
@@ -101,17 +90,17 @@ class GenerationBody(Body):
     # Fields that are renamed or combined before they become sampling parameters.
     SPECIAL: ClassVar[frozenset[str]] = frozenset({"max_tokens", "logprobs", "detokenize"})
 
-    n: int | None = _documented(1, description="choices per prompt")
-    max_tokens: int | None = _documented(0, description="most tokens per choice")
-    min_tokens: int | None = _documented(0)
+    n: Integer | None = _documented(1, description="choices per prompt")
+    max_tokens: Integer | None = _documented(0, description="most tokens per choice")
+    min_tokens: Integer | None = _documented(0)
     temperature: float | None = _documented(0)
     top_p: float | None = _documented(0, 1)
-    top_k: int | None = _documented(-1)
+    top_k: Integer | None = _documented(-1)
     min_p: float | None = _documented(0, 1)
     presence_penalty: float | None = _documented(-2, 2)
     frequency_penalty: float | None = _documented(-2, 2)
     repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
-    seed: int | None = _documented(-(2**63), 2**64 - 1)
+    seed: Integer | None = _documented(-(2**63), 2**64 - 1)
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
@@ -119,12 +108,12 @@ class GenerationBody(Body):
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     logit_bias: BiasField = None
-    prompt_logprobs: int | None = _documented(-1)
+    prompt_logprobs: Integer | None = _documented(-1)
     skip_special_tokens: bool | None = None
 
     stream: bool | None = Field(None, description="send server-sent events as text is generated")
     stream_options: StreamOptions | None = None
-    priority: int | None = _documented(
+    priority: Integer | None = _documented(
         MIN_PRIORITY,
         MAX_PRIORITY,
         description="smaller is more urgent; also the header X-Priority; default 0",
@@ -147,7 +136,9 @@ class CompletionBody(GenerationBody):
 
     prompt: PromptField = Field(description="text, token ids, or a list of either")
     echo: bool | None = Field(None, description="begin the text with the prompt")
-    logprobs: int | None = _documented(-1, description="log-probabilities of this many tokens per position")
+    logprobs: Integer | None = _documented(
+        -1, description="log-probabilities of this many tokens per position"
+    )
     add_special_tokens: bool | None = Field(None, description="begin text prompts with BOS (default: true)")
 
 
@@ -155,9 +146,9 @@ class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: MessagesField
-    max_completion_tokens: int | None = _documented(0, description="most tokens per choice")
+    max_completion_tokens: Integer | None = _documented(0, description="most tokens per choice")
     logprobs: bool | None = Field(None, description="return log-probabilities")
-    top_logprobs: int | None = _documented(-1, description="of this many tokens per position")
+    top_logprobs: Integer | None = _documented(-1, description="of this many tokens per position")
     add_generation_prompt: bool | None = Field(None, description="open the assistant's turn (default: true)")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
 

@@ -37,7 +37,7 @@ class ServedModel:
 
 
 class Service:
-    """The state of a server. engine_command: starts an engine process, see EngineClient."""
+    """The state of a server. engine_config: as the user gave it. engine_command: see EngineClient."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Service:
         log_level: int = logging.WARNING,
     ) -> None:
         self.config = config
+        self.engine_config = engine_config
         self.model = model
         self.created = int(time.time())
         self.is_draining = False
