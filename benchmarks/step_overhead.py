@@ -58,11 +58,9 @@ class NoKernels:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.max_rows = num_slots
         self._tokens = torch.randint(10, VOCAB, (num_slots,), device=device)
-        self._is_valid = torch.ones(num_slots, dtype=torch.bool, device=device)
 
-    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
-        count = slots.shape[0]
-        return self._tokens[:count], self._is_valid[:count]
+    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
+        return self._tokens[: slots.shape[0]]
 
     def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
         raise NotImplementedError

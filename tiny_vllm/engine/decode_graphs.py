@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.slot_inputs import SlotState
-from tiny_vllm.models.decode_chain import ChainResult, DecodeChain
+from tiny_vllm.models.decode_chain import DecodeChain
 
 MIN_CONTEXT_BUCKET = 1024
 
@@ -19,7 +19,7 @@ class _Graph:
     """result is what a replay writes."""
 
     graph: torch.cuda.CUDAGraph
-    result: ChainResult | Tensor
+    result: Tensor
 
 
 @dataclass(slots=True)
@@ -53,18 +53,13 @@ class DecodeGraphs:
     def max_rows(self) -> int:
         return self._num_slots
 
-    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
-        result = self._run(slots, max_context_len, with_draw=True)
-        assert isinstance(result, ChainResult)
-        count = slots.shape[0]
-        return result.tokens[:count], result.is_valid[:count]
+    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
+        return self._run(slots, max_context_len, with_draw=True)[: slots.shape[0]]
 
     def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
-        result = self._run(slots, max_context_len, with_draw=False)
-        assert isinstance(result, Tensor)
-        return result[: slots.shape[0]]
+        return self._run(slots, max_context_len, with_draw=False)[: slots.shape[0]]
 
-    def _run(self, slots: Tensor, max_context_len: int, *, with_draw: bool) -> ChainResult | Tensor:
+    def _run(self, slots: Tensor, max_context_len: int, *, with_draw: bool) -> Tensor:
         num_rows = 1 << (slots.shape[0] - 1).bit_length()
         context = max(MIN_CONTEXT_BUCKET, 1 << (max_context_len - 1).bit_length())
         padded = self._pad(slots, num_rows)
@@ -90,9 +85,10 @@ class DecodeGraphs:
             padded.source = slots
         return padded.tensor
 
-    def _step(self, slots: Tensor, context: int, with_draw: bool) -> ChainResult | Tensor:
+    def _step(self, slots: Tensor, context: int, with_draw: bool) -> Tensor:
         if with_draw:
-            return self._chain.step(self._state, slots, self._temperature, max_context_len=context)
+            result = self._chain.step(self._state, slots, self._temperature, max_context_len=context)
+            return torch.where(result.is_valid, result.tokens, -1)
         return self._chain.logits(self._state, slots, max_context_len=context)
 
     def _record(self, num_rows: int, context: int, with_draw: bool) -> _Graph:

@@ -20,11 +20,11 @@ class DecodeStepper(Protocol):
         """Most slots in a step."""
         ...
 
-    def draw(self, slots: Tensor, max_context_len: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B] int64, drawn by temperature alone, and [B] bool: whether a row's logits were usable.
+    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
+        """Tokens [B] int64, drawn by temperature alone; -1 where a row's logits were not usable.
 
-        last_token becomes the token, computed_len and the position of the random stream grow by one. The
-        token of a row without usable logits is any token of the vocabulary.
+        last_token becomes the token, or any other of the vocabulary instead of -1; computed_len and the
+        position of the random stream grow by one.
         """
         ...
 

@@ -114,8 +114,7 @@ class Runner:
         upload.send(self._transfers)
         slot_ids, context = decodes.slot_ids.tensor, decodes.num_pages * self._page_size
         if decodes.sampling.is_plain:
-            tokens, is_valid = stepper.draw(slot_ids, context)
-            return StepUnderWay(self._fetch(tokens, is_valid))
+            return StepUnderWay(self._transfers.fetch(stepper.draw(slot_ids, context)))
         drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling, self._table)
         return self._finish(drawn, decodes.sampling, {})
 
@@ -193,15 +192,12 @@ class Runner:
     def _finish(
         self, drawn: DrawnTokens, sampling: SamplingBatch, prompts: dict[int, list[TokenLogprobs]]
     ) -> ComputedStep | StepUnderWay:
-        tokens = self._fetch(drawn.tokens, drawn.is_valid)
+        tokens = self._transfers.fetch(torch.where(drawn.is_valid, drawn.tokens, -1))
         if not (sampling.needs_host or prompts):
             return StepUnderWay(tokens)
         token_ids = _token_ids(tokens)
         logprobs = self._sampler.finish(sampling, drawn, token_ids)
         return ComputedStep(StepResult(token_ids, logprobs, prompts), is_synchronous=True)
-
-    def _fetch(self, tokens: Tensor, is_valid: Tensor) -> Fetch:
-        return self._transfers.fetch(torch.where(is_valid, tokens, -1))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan."""

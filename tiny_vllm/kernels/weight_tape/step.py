@@ -80,7 +80,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("stream", "temperature", "slots", "exchange", "epochs", "logits")
         ),
-        *((name, ctypes.c_void_p) for name in ("tokens", "is_valid")),
+        ("tokens", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
@@ -108,10 +108,10 @@ def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaF
 class TapeStep:
     """One bucket's kernel, see `compile_step`, with its buffers.
 
-    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64,
-    is_valid [tokens] bool: what a drawing launch writes. logits [tokens, vocab] FP32: what a launch without
-    drawing writes. state, temperature [slots] FP32: the slot tables. Launches must follow one another on
-    one stream.
+    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64:
+    what a drawing launch writes, -1 where the logits are not finite. logits [tokens, vocab] FP32: what a
+    launch without drawing writes. parameters: the kernel's argument. state, temperature [slots] FP32: the
+    slot tables. Launches must follow one another on one stream.
     """
 
     def __init__(
@@ -126,7 +126,6 @@ class TapeStep:
         shape = model.layout.shape
         self.slots = torch.full((tokens,), temperature.shape[0], dtype=torch.int64, device=device)
         self.tokens = torch.empty(tokens, dtype=torch.int64, device=device)
-        self.is_valid = torch.empty(tokens, dtype=torch.bool, device=device)
         self.logits = torch.empty(tokens, shape.vocab_size, dtype=torch.float32, device=device)
         # No word carries a valid epoch at first; epochs begin with 1.
         self._exchange = torch.full((exchange_words(shape, tokens),), -1, dtype=torch.int32, device=device)
@@ -137,23 +136,36 @@ class TapeStep:
             assert tensor is None or (tensor.is_contiguous() and tensor.device == device)
             return None if tensor is None else tensor.data_ptr()
 
-        for table in (
-            state.computed_len,
-            state.last_token,
-            state.sample_position,
-            state.stream,
-            state.page_table,
-        ):
+        tables = (state.computed_len, state.last_token, state.sample_position, state.stream, state.page_table)
+        for table in tables:
             assert table.dtype == torch.int64
         self.parameters = _Params(
-            address(model.tape), address(model.norms), address(model.qk_norms), address(model.qkv_bias),
-            address(model.embedding), address(model.k_cache), address(model.v_cache), address(model.cos_sin),
-            address(state.page_table), address(state.computed_len), address(state.last_token),
-            address(state.sample_position), address(state.stream), address(temperature), address(self.slots),
-            address(self._exchange), address(self._epochs), None, address(self.tokens),
-            address(self.is_valid), state.page_table.stride(0), model.k_cache.shape[1],
-            temperature.shape[0], model.rms_norm_eps, model.scale * LOG2_E, WINDOW, DIRECT_LIMIT, 1, 0,
-        )  # fmt: skip
+            tape=address(model.tape),
+            norms=address(model.norms),
+            qk_norms=address(model.qk_norms),
+            qkv_bias=address(model.qkv_bias),
+            embedding=address(model.embedding),
+            k_cache=address(model.k_cache),
+            v_cache=address(model.v_cache),
+            cos_sin=address(model.cos_sin),
+            page_table=address(state.page_table),
+            computed_len=address(state.computed_len),
+            last_token=address(state.last_token),
+            sample_position=address(state.sample_position),
+            stream=address(state.stream),
+            temperature=address(temperature),
+            slots=address(self.slots),
+            exchange=address(self._exchange),
+            epochs=address(self._epochs),
+            tokens=address(self.tokens),
+            table_width=state.page_table.stride(0),
+            num_pages=model.k_cache.shape[1],
+            num_slots=temperature.shape[0],
+            eps=model.rms_norm_eps,
+            score_scale=model.scale * LOG2_E,
+            window=WINDOW,
+            direct_limit=DIRECT_LIMIT,
+        )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
@@ -164,7 +176,7 @@ class TapeStep:
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
 
     def draw(self, *, stores_logits: bool = False) -> None:
-        """Enqueue a step of `slots`: next tokens into `tokens`, `is_valid` and the slot tables."""
+        """Enqueue a step of `slots`: next tokens into `tokens` and the slot tables."""
         self.parameters.logits = self.logits.data_ptr() if stores_logits else None
         self.parameters.draw = 1
         self._launch.launch()
