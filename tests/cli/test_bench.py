@@ -38,19 +38,6 @@ def test_latency_reports_the_share_of_the_memory_limit(
     assert "share of the memory limit" in captured.err
 
 
-def test_throughput_counts_all_tokens_and_writes_a_file(
-    llm: FakeLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "report.json"
-    assert main(["bench", "throughput", *SMALL, "--num-prompts", "5", "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    results = report["results"]
-    assert results["output_tokens_per_second"] * results["seconds"] == pytest.approx(5 * 3)
-    assert results["total_tokens_per_second"] * results["seconds"] == pytest.approx(5 * (8 + 3))
-    assert report["workload"] == {"num_prompts": 5, "input_len": 8, "output_len": 3, "max_num_seqs": 4}
-    assert "output tokens per second" in capsys.readouterr().out
-
-
 def test_no_run_finds_the_prefix_of_another(llm: FakeLLM) -> None:
     main(["bench", "latency", *SMALL, "--num-iters", "3"])
     prompts = {tuple(prompt) for prompt, _ in llm.asked}
@@ -63,8 +50,7 @@ def test_no_run_finds_the_prefix_of_another(llm: FakeLLM) -> None:
     [
         (["latency", "--input-len", "0"], "input_len is 0"),
         (["latency", "--batch-size", "0"], "batch_size is 0"),
-        (["throughput", "--num-prompts", "-1"], "num_prompts is -1"),
-        (["throughput", "--input-len", "250", "--output-len", "7"], "input_len + output_len is 257"),
+        (["latency", "--input-len", "250", "--output-len", "7"], "input_len + output_len is 257"),
         (["latency", "--json", "/no/such/place/x.json"], "/no/such/place/x.json cannot be written"),
     ],
 )

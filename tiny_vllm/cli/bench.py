@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_vllm.cli import bench_decode, bench_kernels, bench_latency, bench_throughput
+from tiny_vllm.cli import bench_decode, bench_kernels, bench_latency, bench_plot, bench_throughput
 
 
 def add_parser(commands: Any) -> None:
@@ -14,3 +14,4 @@ def add_parser(commands: Any) -> None:
     bench_throughput.add_parser(benchmarks)
     bench_decode.add_parser(benchmarks)
     bench_kernels.add_parser(benchmarks)
+    bench_plot.add_parser(benchmarks)

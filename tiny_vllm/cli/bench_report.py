@@ -1,4 +1,4 @@
-"""What both benchmarks share: their workload, and the report for people and as JSON."""
+"""The workload of `bench latency`, and its report for people and as JSON."""
 
 from __future__ import annotations
 

@@ -102,9 +102,10 @@ class RowReport:
         self._write()
 
     def add(self, **row: Any) -> None:
-        """Print one measurement, and write the report with it."""
+        """Print one measurement, and write the report with it. Mappings are for the JSON alone."""
         self.rows.append(row)
-        self._say("  ".join(_cell(key, value) for key, value in row.items()))
+        shown = {key: value for key, value in row.items() if not isinstance(value, Mapping)}
+        self._say("  ".join(_cell(key, value) for key, value in shown.items()))
         self._write()
 
     def add_traffic(self, seconds: float, num_bytes: float, /, **row: Any) -> None:

@@ -146,14 +146,14 @@ def measure_read_limit(device: str) -> ReadLimit:
     return ReadLimit(rate.bytes_per_second, "bulk copies to shared memory", details)
 
 
-def step_bytes(spec: ModelSpec, dtype: str, batch_size: int, context_len: float) -> float:
+def step_bytes(spec: ModelSpec, dtype: str, batch_size: float, context_len: float) -> float:
     """Bytes that one decode step must read: the weights once, and every sequence's keys and values.
 
     The embedding is read as a whole only where it is also the LM head; otherwise a step looks up single rows.
     Of experts, as many are read as the sequences can pick at most; layers with a window read no more than
     that. context_len: tokens in the cache of each of the batch_size sequences, on average.
     """
-    parameters = spec.num_parameters
+    parameters: float = spec.num_parameters
     if not spec.tie_word_embeddings:
         parameters -= spec.vocab_size * spec.hidden_size
     if spec.experts is not None:
