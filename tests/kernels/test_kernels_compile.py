@@ -10,9 +10,11 @@ import torch
 from tests.helpers.kernel_compiler import CompiledKernel, compiling, decode_chain, meta, missing_tools
 from tiny_vllm.kernels.draw_tokens import draw_tokens
 from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
+from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
@@ -131,6 +133,23 @@ def test_attention_with_the_traits_of_families(head_dim: int) -> None:
         )  # fmt: skip
     check(kernels)
     assert len(kernels) == 5
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
+def test_mixture_of_experts(num_tokens: int, capability: int) -> None:
+    pdl = capability == 90
+    matrices = ExpertMatrices(meta(128, 1536, 2048), meta(128, 2048, 768), None, None)
+    with compiling(capability) as kernels:
+        experts, weights = pick_experts(meta(1, num_tokens, 128, dtype=torch.float32), None, 8, True, pdl)
+        expert_parts(meta(num_tokens, 2048), experts, weights, matrices, "silu", pdl)
+    # The tiles of long prompts are Hopper's: Ampere spills some bytes.
+    check([kernel for kernel in kernels if pdl or num_tokens < 2048])
+    products = [kernel for kernel in kernels if kernel.name == "_expert_product_kernel"]
+    assert len(kernels) == 4 and len(products) == 2
+    assert all(("wgmma" if pdl else "mma.sync") in kernel.ptx for kernel in products)
+    assert all("cp.async" in kernel.ptx for kernel in products)
+    assert not pdl or all(kernel.ptx.count("griddepcontrol.wait") == 1 for kernel in kernels)
 
 
 def test_kernels_for_many_tokens() -> None:

@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @jit
 def cap_scores(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP: 0 for none. tanh(x) = (1 - e) / (1 + e) with e = exp(-2 x), of |x| so that e cannot overflow."""
+    """SOFTCAP: 0 for none. tanh(x) = (1 - e) / (1 + e), e = exp(-2 x), of |x| so that e cannot overflow."""
     if SOFTCAP > 0:
         e = tl.exp2(tl.abs(scores) * (-2.0 / SOFTCAP))
         capped = (1.0 - e) / (1.0 + e) * (SOFTCAP * LOG2_E)

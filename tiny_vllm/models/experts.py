@@ -3,7 +3,8 @@
     p = softmax(router x);  y = sum of w_e * expert_e(x) over the largest p_e; w = p, or p summing to 1
 
 Tokens are sorted by expert, so that an expert is one pair of products over all its tokens; sums over experts
-are FP32 and rounded once. The host reads how many tokens each expert has.
+are FP32 and rounded once. On a GPU all experts are two grouped products (kernels/expert_products.py), and the
+host does not wait; elsewhere the host reads how many tokens each expert has.
 Sources: Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, arXiv 2401.04088.
 """
 
@@ -12,11 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.linear import Linear
+from tiny_vllm.kernels.pick_experts import pick_experts
+from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.mlp import ACTIVATIONS
 from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec
 from tiny_vllm.models.weights import LayerWeights
+
+MAX_PICKS = 32768
+"""Picks of experts computed at a time on a GPU, where each needs an output of its own in FP32."""
 
 
 def route(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
@@ -24,9 +31,7 @@ def route(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
 
     Probabilities are FP32, and equal ones favour the lower expert, so that a row alone decides its experts.
     """
-    probabilities, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = probabilities[:, : spec.num_active], experts[:, : spec.num_active]
-    return experts, weights / weights.sum(-1, keepdim=True) if spec.normalize else weights
+    return pick_experts(logits.unsqueeze(0), None, spec.num_active, spec.normalize)
 
 
 class Experts:
@@ -35,13 +40,32 @@ class Experts:
     def __init__(self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin) -> None:
         assert spec.experts is not None and weights.router is not None
         self.spec = spec.experts
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
         self.join = join
         self.router = Linear(weights.router, weights.router_bias)
-        self.gate_up = _linears(weights.gate_up, weights.gate_up_bias)
-        self.down = _linears(weights.down, weights.down_bias)
+        self.matrices = self.gate_up = self.down = None
+        if runs_triton(weights.down):
+            self.matrices = ExpertMatrices(
+                weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias
+            )
+        else:
+            self.gate_up = _linears(weights.gate_up, weights.gate_up_bias)
+            self.down = _linears(weights.down, weights.down_bias)
 
     def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        if self.matrices is None:
+            return self.join(self._one_by_one(hidden), residual)
+        chunks = hidden.split(MAX_PICKS // self.spec.num_active)
+        mixtures = [self._grouped(chunk, self.matrices) for chunk in chunks]
+        return self.join(mixtures[0] if len(mixtures) == 1 else torch.cat(mixtures), residual)
+
+    def _grouped(self, hidden: Tensor, matrices: ExpertMatrices) -> Tensor:
+        experts, weights = route(self.router(hidden), self.spec)
+        return expert_parts(hidden, experts, weights, matrices, self.activation).sum(0).to(hidden.dtype)
+
+    def _one_by_one(self, hidden: Tensor) -> Tensor:
+        assert self.gate_up is not None and self.down is not None
+        activation = ACTIVATIONS[self.activation]
         experts, weights = route(self.router(hidden), self.spec)
         order = experts.flatten().argsort(stable=True)
         tokens = order // self.spec.num_active
@@ -52,11 +76,11 @@ class Experts:
         for expert, count in enumerate(counts):
             if count:
                 rows = tokens[start : start + count]
-                activated = self.activation(self.gate_up[expert](hidden[rows]))
+                activated = activation(self.gate_up[expert](hidden[rows]))
                 outputs = self.down[expert](activated).float() * scale[start : start + count]
                 mixture.index_add_(0, rows, outputs)
                 start += count
-        return self.join(mixture.to(hidden.dtype), residual)
+        return mixture.to(hidden.dtype)
 
 
 def _linears(matrices: Tensor, biases: Tensor | None) -> list[Linear]:
