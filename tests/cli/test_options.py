@@ -49,6 +49,7 @@ ENGINE_CASES = {
     "mean_sequence_len": ("100", 100),
     "num_pages": ("12", 12),
     "prefill_policy": ("exclusive", "exclusive"),
+    "max_prefill_tokens_per_decode": ("64", 64),
     "ageing_seconds": ("2.5", 2.5),
     "max_queue_len": ("8", 8),
     "max_logprobs": ("-1", -1),

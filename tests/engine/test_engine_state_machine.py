@@ -24,6 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 5),
         budget=st.integers(5, 40),
         policy=st.sampled_from(["exclusive", "mixed"]),
+        max_prefill=st.sampled_from([None, 1, 3, 20]),
         caching=st.booleans(),
         num_steps_ahead=st.integers(0, 3),
     )
@@ -34,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots: int,
         budget: int,
         policy: str,
+        max_prefill: int | None,
         caching: bool,
         num_steps_ahead: int,
     ) -> None:
@@ -43,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=num_slots,
             max_num_batched_tokens=budget,
             prefill_policy=policy,
+            max_prefill_tokens_per_decode=max_prefill,
             enable_prefix_caching=caching,
             eos_token_ids=(0, 1),
             max_model_len=120,

@@ -311,3 +311,54 @@ def test_pages_of_evicted_prefixes_are_reused_least_recently_used_first() -> Non
     fake.add("old again", prompt(17, 1), max_tokens=1)
     fake.run()
     assert fake.outcomes["old again", 0].num_cached_tokens < 16
+
+
+def prefilled_between_tokens(fake: FakeEngine, first_plan: int) -> list[int]:
+    """Prompt tokens computed in each stretch between two steps with decodes, those beside the second
+    included."""
+    counts, count = [], 0
+    for plan in fake.executor.plans[first_plan:]:
+        count += sum(len(chunk.token_ids) for chunk in plan.chunks)
+        if plan.decode_slots:
+            counts.append(count)
+            count = 0
+    return counts
+
+
+@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("limit", [1, 10, 16, 40, None])
+def test_prompts_delay_decodes_by_no_more_than_the_limit(policy: str, ahead: int, limit: int | None) -> None:
+    fake = FakeEngine(
+        max_num_batched_tokens=16,
+        prefill_policy=policy,
+        num_steps_ahead=ahead,
+        max_prefill_tokens_per_decode=limit,
+    )
+    fake.add("running", prompt(5), max_tokens=170)
+    fake.step()
+    fake.step()
+    first_plan = len(fake.executor.plans)
+    for name in "ab":
+        fake.add(name, prompt(60, start=ord(name)), max_tokens=3)
+    fake.run()
+    counts = prefilled_between_tokens(fake, first_plan)
+    assert sum(counts) == 120
+    if limit is not None:
+        assert max(counts) == min(limit, 120 if policy == "exclusive" else 15)
+    elif policy == "exclusive":
+        # a and b first share a stretch with no token in between: nothing bounds it.
+        assert max(counts) == 120
+    for name in ("running", "a", "b"):
+        fake.assert_correct(name)
+
+
+@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+def test_the_limit_leaves_prompts_alone_while_nobody_decodes(policy: str) -> None:
+    fake = FakeEngine(max_num_batched_tokens=16, prefill_policy=policy, max_prefill_tokens_per_decode=1)
+    fake.add("a", prompt(48), max_tokens=2)
+    for _ in range(3):
+        fake.step()
+    assert [len(chunk.token_ids) for plan in fake.executor.plans for chunk in plan.chunks] == [16] * 3
+    fake.run()
+    fake.assert_correct("a")

@@ -91,6 +91,7 @@ class Engine:
             page_size=config.page_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_policy=config.prefill_policy,
+            max_prefill_tokens_per_decode=config.max_prefill_tokens_per_decode,
         )
         self._max_model_len = config.max_model_len
         self.num_steps_ahead = 1 if config.async_scheduling else 0

@@ -19,7 +19,8 @@ Rules, in the order they are applied in a step:
    budget. A more urgent sequence that finds no room preempts less urgent ones. A sequence whose next prefix
    page is being computed by another one at this moment is passed over until it can share that page.
 3. Chunks of known tokens fill the token budget, in queue order. `mixed` runs them beside all decodes;
-   `exclusive` runs them alone.
+   `exclusive` runs them alone. While sequences decode, at most max_prefill_tokens_per_decode known tokens are
+   computed between two of their tokens: that bounds how long prompts delay them.
 """
 
 from __future__ import annotations
@@ -73,12 +74,14 @@ class Scheduler:
         page_size: int,
         max_num_batched_tokens: int,
         prefill_policy: str,
+        max_prefill_tokens_per_decode: int | None = None,
     ) -> None:
         assert max_num_batched_tokens >= num_slots
         self.pool = PagePool(num_pages)
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.is_exclusive = prefill_policy == "exclusive"
+        self.max_prefill_tokens_per_decode = max_prefill_tokens_per_decode
         self.waiting = WaitingQueue()
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -88,6 +91,7 @@ class Scheduler:
         self.num_prefix_hit_tokens = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._step = 0
+        self._num_prefilled_since_decode = 0
         self._released_slots: list[int] = []
         self._admissions: list[Admission] = []
         self._page_edits: list[PageEdit] = []
@@ -131,7 +135,10 @@ class Scheduler:
         except _ResultsNeeded:
             return None
         chunked, chunks = self._cut_chunks()
-        decodes = _Decodes() if self.is_exclusive and chunks else self._current_decodes()
+        must_wait = self.is_exclusive and bool(chunks) and bool(self.decoding)
+        decodes = _Decodes() if must_wait else self._current_decodes()
+        prefilled = sum(len(chunk.token_ids) for chunk in chunks)
+        self._num_prefilled_since_decode = (self._num_prefilled_since_decode + prefilled) if must_wait else 0
         self._step += 1
         plan = StepPlan(
             step=self._step,
@@ -276,7 +283,7 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         if not self.waiting:
             return
-        budget = self.max_num_batched_tokens - (0 if self.is_exclusive else len(self.decoding))
+        budget = self._chunk_budget()
         budget -= sum(s.known_len - s.computed_len for s in self.prefilling.values())
         pending = self._pending_hashes()
         for sequence in self.waiting:
@@ -373,11 +380,18 @@ class Scheduler:
             )
         )
 
+    def _chunk_budget(self) -> int:
+        """Known tokens that the next step may compute in chunks; none if decodes have waited long enough."""
+        budget = self.max_num_batched_tokens - (0 if self.is_exclusive else len(self.decoding))
+        if self.decoding and self.max_prefill_tokens_per_decode is not None:
+            budget = min(budget, self.max_prefill_tokens_per_decode - self._num_prefilled_since_decode)
+        return budget
+
     def _cut_chunks(self) -> tuple[tuple[Sequence, ...], tuple[Chunk, ...]]:
         """The sequences that get a chunk, and their chunks."""
         if not self.prefilling:
             return (), ()
-        budget = self.max_num_batched_tokens - (0 if self.is_exclusive else len(self.decoding))
+        budget = self._chunk_budget()
         chunked, chunks = [], []
         for sequence in sorted(self.prefilling.values(), key=lambda s: s.queue_key):
             if budget <= 0:
