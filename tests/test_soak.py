@@ -1,0 +1,287 @@
+"""Random load on the whole engine: whatever runs beside a request, it gets the tokens of its solo run.
+
+Arrivals in bursts, shared prefixes, several choices, three priorities, aborts, and a pool too small for all
+slots, so that running sequences are preempted; both prefill policies, with and without planning ahead.
+Everything is drawn from fixed seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tiny_vllm import LLM, EngineConfig, SamplingParams
+from tiny_vllm.engine.build import build_engine, plan_engine
+from tiny_vllm.engine.engine import Engine
+from tiny_vllm.types import FinishReason, Request
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 384
+EOS_ID = 2
+LONGEST_PROMPT, LONGEST_OUTPUT = 120, 60
+MARGIN = 1e-4
+"""Of logits that are a few units apart. FP32 sums in another order differ by some 1e-6: where the two most
+likely tokens are closer than this, either may be right, so such requests are not drawn."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """head_dim: 64 where GPU kernels compute it. num_waves: the engine is idle between two of them."""
+
+    device: str
+    num_slots: int
+    head_dim: int
+    num_requests: int
+    num_waves: int = 4
+
+    @property
+    def num_pages(self) -> int:
+        """What all slots need for prompts, some of which share pages, and little for what they generate."""
+        return self.num_slots * (LONGEST_PROMPT // 2 + 1) // PAGE_SIZE + self.num_slots * 3 // 4
+
+
+CPU = Scale("cpu", num_slots=64, head_dim=16, num_requests=480)
+GPU = Scale("cuda", num_slots=256, head_dim=64, num_requests=1200, num_waves=2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """solo: the tokens of the request when it runs alone."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    num_choices: int
+    priority: int
+    solo: tuple[int, ...]
+
+
+def write_model(folder: Path, head_dim: int) -> str:
+    """A random Llama in FP32 whose next token depends on the whole context: weights are spread so that every
+    layer changes what it adds to."""
+    num_heads, num_kv_heads, num_layers = 4, 2, 2
+    hidden, inner = num_heads * head_dim, 6 * head_dim
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": EOS_ID,
+    }
+    generator = torch.Generator().manual_seed(0)
+
+    def random_tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 1.6 / hidden**0.5
+
+    tensors = {"model.embed_tokens.weight": random_tensor(VOCAB_SIZE, hidden)}
+    for layer in range(num_layers):
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (num_kv_heads * head_dim, hidden),
+            "self_attn.v_proj": (num_kv_heads * head_dim, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random_tensor(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = 1 + random_tensor(hidden)
+    tensors["model.norm.weight"] = 1 + random_tensor(hidden)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def draw_work(path: str, scale: Scale) -> list[Work]:
+    """Requests with their solo runs: one at a time, without prefix cache, planning ahead or fused steps."""
+    rng = random.Random(scale.num_requests)
+    prefixes = [random_tokens(rng, LONGEST_PROMPT) for _ in range(8)]
+    work: list[Work] = []
+    with LLM(
+        path,
+        device=scale.device,
+        dtype="float32",
+        max_num_seqs=1,
+        num_pages=16,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        enforce_eager=scale.device == "cuda",
+        fused_cpu_decode=False,
+    ) as llm:
+        while len(work) < scale.num_requests:
+            shared = rng.choice(prefixes)[: rng.choice([0, rng.randrange(LONGEST_PROMPT - 8)])]
+            prompt = shared + random_tokens(rng, rng.randrange(1, 9))
+            max_tokens = rng.randrange(1, LONGEST_OUTPUT)
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False)
+            (choice,) = llm.generate(list(prompt), params, use_tqdm=False)[0].outputs
+            if all(margin(position) > MARGIN for position in choice.logprobs or ()):
+                num_choices, priority = rng.choice([1, 1, 1, 2]), rng.randrange(3)
+                work.append(Work(prompt, max_tokens, num_choices, priority, tuple(choice.token_ids)))
+    return work
+
+
+def margin(position: dict[int, Any]) -> float:
+    first, second = sorted((entry.logprob for entry in position.values()), reverse=True)[:2]
+    return float(first - second)
+
+
+def random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(count))
+
+
+class Soak:
+    """An engine under random load, and what it has said so far."""
+
+    def __init__(self, engine: Engine, work: list[Work], seed: int) -> None:
+        self.engine = engine
+        self.rng = random.Random(seed)
+        self.work = work
+        self.tokens: dict[tuple[str, int], list[int]] = {
+            (str(number), index): [] for number, item in enumerate(work) for index in range(item.num_choices)
+        }
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.aborted: set[str] = set()
+        self.most_running = 0
+
+    def run_wave(self, numbers: range) -> None:
+        """Add these requests in bursts, abort one in a while, and run until the engine is idle."""
+        rng, engine = self.rng, self.engine
+        pending = list(numbers)
+        while pending or engine.has_work:
+            if rng.random() < 0.3:
+                for _ in range(rng.randrange(1, len(numbers) // 4)):
+                    if pending:
+                        self.add(pending.pop(0))
+            if rng.random() < 0.1:
+                name = str(rng.choice(numbers))
+                self.aborted.add(name)
+                engine.abort(name)  # without effect before it came and after it has ended
+            for event in engine.step():
+                key = (event.request_id, event.index)
+                assert key not in self.reasons, "an event after the last one"
+                if event.token_id is not None:
+                    self.tokens[key].append(event.token_id)
+                if event.finish_reason is not None:
+                    self.reasons[key] = event.finish_reason
+            self.most_running = max(self.most_running, engine.scheduler.num_running)
+            if rng.random() < 0.05:
+                engine.scheduler.check()
+        engine.scheduler.check()
+        stats = engine.stats()
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+
+    def add(self, number: int) -> None:
+        item = self.work[number]
+        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, n=item.num_choices)
+        self.engine.add(Request(str(number), item.prompt, params, self.engine.clock(), item.priority))
+
+    def assert_all_as_alone(self) -> None:
+        """One end for every choice, with the tokens of the solo run, or if aborted the first of them."""
+        assert self.reasons.keys() == self.tokens.keys()
+        for (name, index), tokens in self.tokens.items():
+            solo = self.work[int(name)].solo
+            if self.reasons[name, index] is FinishReason.ABORT:
+                assert name in self.aborted
+                solo = solo[: len(tokens)]
+            assert tuple(tokens) == solo, f"choice {index} of request {name} differs from its solo run"
+
+
+def soak(path: str, work: list[Work], scale: Scale, options: dict[str, Any]) -> None:
+    config = EngineConfig(
+        model=path,
+        device=scale.device,
+        dtype="float32",
+        page_size=PAGE_SIZE,
+        max_num_seqs=scale.num_slots,
+        num_pages=scale.num_pages,
+        **{"max_num_batched_tokens": 2 * scale.num_slots, **options},
+    )
+    soak = Soak(build_engine(plan_engine(config)), work, seed=1)
+    size = len(work) // scale.num_waves
+    for wave in range(scale.num_waves):
+        soak.run_wave(range(wave * size, (wave + 1) * size))
+    soak.assert_all_as_alone()
+    stats = soak.engine.stats()
+    print(f"{options}: {stats}, {len(soak.aborted)} aborted")
+    # What the load is meant to bring about has come about.
+    assert soak.most_running == scale.num_slots
+    assert stats.num_preemptions > scale.num_slots // 8
+    assert stats.prefix_hit_tokens > stats.prefix_query_tokens // 10
+    assert FinishReason.ABORT in soak.reasons.values()
+    assert FinishReason.STOP in soak.reasons.values()
+
+
+CASES = {
+    "mixed": {"prefill_policy": "mixed", "async_scheduling": False},
+    "mixed, ahead": {"prefill_policy": "mixed", "async_scheduling": True},
+    "exclusive": {"prefill_policy": "exclusive", "async_scheduling": False},
+    "exclusive, ahead": {"prefill_policy": "exclusive", "async_scheduling": True},
+    "mixed, bounded": {"max_prefill_tokens_per_decode": 24, "async_scheduling": True},
+    "exclusive, bounded": {
+        "prefill_policy": "exclusive",
+        "max_prefill_tokens_per_decode": 24,
+        "async_scheduling": True,
+    },
+}
+cases = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def cpu_work(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Work]]:
+    path = write_model(tmp_path_factory.mktemp("cpu"), CPU.head_dim)
+    return path, draw_work(path, CPU)
+
+
+@pytest.fixture(scope="module")
+def gpu_work(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Work]]:
+    path = write_model(tmp_path_factory.mktemp("gpu"), GPU.head_dim)
+    return path, draw_work(path, GPU)
+
+
+@pytest.mark.slow
+def test_a_solo_run_depends_on_all_of_its_context(cpu_work: tuple[str, list[Work]]) -> None:
+    """Without this, equal tokens would say little about the pages they were computed from."""
+    path, work = cpu_work
+    long = [item for item in work if len(item.prompt) > 40 and len(item.solo) > 8][:10]
+    with LLM(path, dtype="float32", max_num_seqs=1, num_pages=16, fused_cpu_decode=False) as llm:
+        for item in long:
+            changed = [3 if item.prompt[0] != 3 else 4, *item.prompt[1:]]
+            params = SamplingParams(temperature=0, max_tokens=item.max_tokens, detokenize=False)
+            (choice,) = llm.generate(changed, params, use_tqdm=False)[0].outputs
+            assert tuple(choice.token_ids) != item.solo
+    assert len(long) == 10
+
+
+@pytest.mark.slow
+@cases
+def test_everybody_gets_the_tokens_of_the_solo_run(
+    options: dict[str, Any], cpu_work: tuple[str, list[Work]]
+) -> None:
+    soak(*cpu_work, CPU, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@cases
+def test_everybody_gets_the_tokens_of_the_solo_run_on_a_gpu(
+    options: dict[str, Any], gpu_work: tuple[str, list[Work]]
+) -> None:
+    soak(*gpu_work, GPU, options)
