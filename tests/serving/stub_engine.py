@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiny_vllm.config import Choice, EngineConfig
+from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, RequestError
 from tiny_vllm.serving.engine_process import main
@@ -55,8 +54,10 @@ class StubEngine:
         if len(request.prompt_token_ids) > self.config.num_pages * PAGE_SIZE:
             raise RequestError("the prompt can never fit", hint="shorten it")
         limit = self.config.max_queue_len
-        waiting = [sequence for sequence in self.sequences if not sequence.is_running]
-        if limit is not None and len(waiting) + request.sampling.n > limit:
+        assert self.config.max_num_seqs
+        # As in the engine, those that find a free slot do not count as a queue.
+        num_waiting = len(self.sequences) - self.config.max_num_seqs
+        if limit is not None and num_waiting + request.sampling.n > limit:
             raise CapacityError("the queue is full", hint="try again later")
         self.sequences += [StubSequence(request, index) for index in range(request.sampling.n)]
 
@@ -151,7 +152,7 @@ class StubEngine:
         return ["null", *["used"] * stats.num_used_pages, *["free"] * stats.num_free_pages]
 
 
-def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig, Sequence[Choice]]:
+def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig]:
     progress(1, 2)
     if config.seed == 666:
         raise ConfigError("this seed is cursed", hint="take another")
@@ -162,7 +163,7 @@ def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig
         num_pages=config.num_pages or 1000,
         max_model_len=config.max_model_len or 512,
     )
-    return StubEngine(resolved), resolved, [Choice("num_pages", resolved.num_pages, "it is a stub")]
+    return StubEngine(resolved), resolved
 
 
 if __name__ == "__main__":

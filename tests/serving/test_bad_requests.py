@@ -290,3 +290,14 @@ def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> Non
     assert "prompt" in document["components"]["schemas"][name]["required"]
     text = json.dumps(document)
     assert all(f'"{part}"' in text for part in ("ChatBody", "StreamOptions", "TokenizeBody"))
+
+
+def test_more_choices_than_the_queue_can_ever_hold_are_no_matter_of_waiting() -> None:
+    with running_server(engine={"max_num_seqs": 2, "max_queue_len": 5, "max_n": 20}) as small:
+        for body in ({"prompt": [5], "n": 8}, {"prompt": [[5], [6]], "n": 4}):
+            answer = small.complete(max_tokens=1, **body)
+            assert answer.status == 400 and "retry-after" not in answer.headers
+            assert "8 choices" in answer.error["message"] and "7" in answer.error["message"]
+        chat = small.post("/v1/chat/completions", {"messages": MESSAGES, "n": 8})
+        assert chat.status == 400
+        assert small.complete([5], n=7, max_tokens=1).status == 200

@@ -65,7 +65,7 @@ def test_a_refused_batch_leaves_nothing_behind() -> None:
             with pytest.raises(RequestError, match="never fit"):
                 await client.submit([request("a", [5]), request("b", [5] * 100)], is_streamed=False)
             with pytest.raises(CapacityError, match="queue is full"):
-                await client.submit([request("a", [5], n=11)], is_streamed=False)
+                await client.submit([request("a", [5], n=8 + 11)], is_streamed=False)
             assert client.num_requests == 0
             # The refused batch's first request is free again.
             with await client.submit([request("a", [5])], is_streamed=False) as generation:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,6 @@ import pytest
 from tests.serving.stub_engine import EXIT, FAIL, HANG
 from tests.serving.support import STUB_COMMAND, RunningServer, running_server, wait_until
 
-ROOT = Path(__file__).parents[2]
 SLOW_COMMAND = ("env", "STUB_STEP_SECONDS=0.005", *STUB_COMMAND)
 LONG = {"prompt": [28, 29, 30], "max_tokens": 400, "ignore_eos": True}
 
@@ -278,68 +273,3 @@ def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
             running = pool.submit(server.post, "/v1/completions", {**LONG, "stream": True})
             wait_until(lambda: stats(server) and stats(server).num_running == 1)
         assert "shutting down" in running.result(0).events()[-1]["error"]["message"]
-
-
-def test_running_out_of_file_descriptors_is_survived() -> None:
-    """Connections that cannot be accepted wait; nothing that runs is lost."""
-    import resource
-
-    with running_server() as server:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = max(int(name) for name in os.listdir("/proc/self/fd"))
-        connections = []
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
-            with pytest.raises(OSError):
-                for _ in range(200):
-                    connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=1))
-            time.sleep(0.2)
-        finally:
-            for connection in connections:
-                connection.close()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        wait_until(lambda: server.get("/health").status == 200)
-        server.assert_alive()
-
-
-SERVER = """
-import sys
-from tests.serving.support import STUB_COMMAND
-from tiny_vllm.config import EngineConfig
-from tiny_vllm.serving.config import ServerConfig
-from tiny_vllm.serving.server import serve
-
-serve(ServerConfig(port=int(sys.argv[1])), EngineConfig(), engine_command=STUB_COMMAND, log_level=10)
-"""
-
-
-def test_a_full_disk_behind_the_log_is_survived() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def status(path: str) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().status
-        except OSError:
-            return 0
-        finally:
-            connection.close()
-
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(port)], stderr=full, stdout=full, cwd=ROOT
-        )
-        try:
-            wait_until(lambda: status("/health") == 200)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[0]), signal.SIGKILL)  # there is something to log
-            wait_until(lambda: status("/health") == 503)
-            wait_until(lambda: status("/health") == 200)
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-            process.wait()

@@ -243,6 +243,7 @@ class Endpoints:
     def _generation(
         self, http: Request, body: GenerationBody, prepared: list[PreparedRequest], form: Format
     ) -> GenerationResponse:
+        self._service.check_num_choices(sum(item.request.sampling.n for item in prepared))
         options = body.stream_options
         return GenerationResponse(
             self._service.engine,

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import msgspec
 import zmq
 
-from tiny_vllm.config import Choice, EngineConfig
+from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.engine_loop import DrivenEngine, EngineLoop
 from tiny_vllm.serving.messages import Failed, Fault, FromEngine, Loading, Ready, Start, ToEngine, encode
 from tiny_vllm.types import Request, SamplingParams
@@ -28,8 +28,8 @@ LINGER_MS = 2000
 WARM_UP_LEN = 64
 
 Progress = Callable[[int, int], None]
-Build = Callable[[EngineConfig, Progress], tuple[DrivenEngine, EngineConfig, Sequence[Choice]]]
-"""Builds the engine of a configuration, and returns it with the resolved configuration and the choices."""
+Build = Callable[[EngineConfig, Progress], tuple[DrivenEngine, EngineConfig]]
+"""Builds the engine of a configuration, and returns it with the resolved configuration."""
 
 
 class ZmqChannel:
@@ -62,13 +62,11 @@ class ZmqChannel:
         self._context.term()
 
 
-def build_engine(
-    config: EngineConfig, progress: Progress
-) -> tuple[DrivenEngine, EngineConfig, Sequence[Choice]]:
+def build_engine(config: EngineConfig, progress: Progress) -> tuple[DrivenEngine, EngineConfig]:
     from tiny_vllm.engine import build
 
     plan = build.plan_engine(config)
-    return build.build_engine(plan, progress=progress), plan.config, plan.choices
+    return build.build_engine(plan, progress=progress), plan.config
 
 
 def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
@@ -94,9 +92,9 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
     parent_id = os.getppid()
     channel = ZmqChannel(address)
     try:
-        engine, config, choices = build(start.config, _Reporter(channel))
+        engine, config = build(start.config, _Reporter(channel))
         warm_up(engine, config)
-        channel.send(Ready(asdict(config), [(c.name, str(c.value), c.reason) for c in choices]))
+        channel.send(Ready(asdict(config)))
         EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != parent_id).run()
     except Exception as error:
         logging.getLogger(__name__).debug("the engine process ends", exc_info=True)

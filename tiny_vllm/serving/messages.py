@@ -62,13 +62,9 @@ class Loading(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The model is loaded and warm.
-
-    options: the resolved EngineConfig by field. choices: (option, value, reason) of each "auto".
-    """
+    """The model is loaded and warm. options: the resolved EngineConfig by field."""
 
     options: dict[str, Any]
-    choices: list[tuple[str, str, str]]
 
 
 class Accepted(msgspec.Struct, tag=True):

@@ -1,32 +1,70 @@
-"""uvicorn's HTTP protocol with limits on the head of a request, which it does not have of its own."""
+"""uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, and on
+connections."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import resource
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tiny_vllm.serving.errors import ApiError
 
+logger = logging.getLogger(__name__)
+
 MAX_HEAD_BYTES = 64 << 10
+RESERVED_DESCRIPTORS = 32
+WARNING_SECONDS = 10.0
+
+
+class DescriptorGuard:
+    """Keeps the last file descriptors from connections: the engine's next process will need some.
+
+    The event loop, when there are none at all, hangs up on new connections without a word.
+    """
+
+    def __init__(self) -> None:
+        self._next_warning = 0.0
+
+    def is_surplus(self, descriptor: int) -> bool:
+        """Whether a connection has come too close to the limit. Says so in the log, not too often."""
+        # The system gives out the lowest one that is free.
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY or descriptor < limit - RESERVED_DESCRIPTORS:
+            return False
+        now = time.monotonic()
+        if now >= self._next_warning:
+            self._next_warning = now + WARNING_SECONDS
+            logger.warning("connections are refused: of %d file descriptors, too few are left", limit)
+        return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed when the head of a request comes too slowly or is too long.
 
-    head_timeout: seconds from the first byte, or from connecting, to the end of the head.
+    head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
     """
 
-    def __init__(self, *arguments: Any, head_timeout: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, head_timeout: float, guard: DescriptorGuard, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._guard = guard
         self._head_timeout = head_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        descriptor = transport.get_extra_info("socket").fileno()
+        if self._guard.is_surplus(descriptor):
+            # At once, since more may be coming.
+            self._refuse(
+                ApiError(503, "the server has as many connections as it can have", kind="server_error")
+            )
+            return
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -76,4 +114,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited_protocol(head_timeout: float) -> Any:
     """What uvicorn takes for a protocol class."""
-    return functools.partial(LimitedProtocol, head_timeout=head_timeout)
+    return functools.partial(LimitedProtocol, head_timeout=head_timeout, guard=DescriptorGuard())

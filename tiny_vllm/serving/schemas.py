@@ -5,6 +5,9 @@ null means the default everywhere, as in OpenAI's API.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -173,10 +176,23 @@ class DetokenizeBody(Body):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A million lists in a body make it look for garbage again and again: four times as slow, for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def parse_body(body_class: type[AnyBody], data: bytes) -> AnyBody:
     """A body from JSON text. Raises ApiError for text that is no JSON and for wrong types and names."""
     try:
-        body = body_class.model_validate_json(data)
+        with _without_collector():
+            body = body_class.model_validate_json(data)
     except ValidationError as error:
         raise schema_error(error) from None
     body.check_extras()

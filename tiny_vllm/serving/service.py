@@ -90,6 +90,20 @@ class Service:
                 hint="the limit is the server option stall_timeout",
             )
 
+    def check_num_choices(self, number: int) -> None:
+        """Raises ApiError for a request with more choices than slots and queue could ever hold."""
+        options = {} if self.engine.ready is None else self.engine.ready.options
+        max_queue_len = options.get("max_queue_len")
+        if max_queue_len is None or number <= max_queue_len + options["max_num_seqs"]:
+            return
+        raise ApiError(
+            400,
+            f"the request asks for {number} choices, but slots and queue hold "
+            f"{max_queue_len + options['max_num_seqs']}\n"
+            "hint: send fewer prompts at once, or lower n; the limits are max_num_seqs and max_queue_len",
+            param="n",
+        )
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that is not served here."""
         if name is None or name == self.model.name or name in self.model.aliases:
@@ -114,6 +128,4 @@ class Service:
         self._maker = RequestMaker(
             builder, self.model.tokenizer, self.config.max_prompts, self.config.max_stop_strings
         )
-        for name, value, reason in ready.choices:
-            logger.info("%s = %s (%s)", name, value, reason)
         logger.info("the engine is ready")

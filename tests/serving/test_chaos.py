@@ -1,0 +1,263 @@
+"""What a machine and its clients can do to a server: it stays up, and says what happened."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.serving.support import Answer, running_server, wait_until
+
+ROOT = Path(__file__).parents[2]
+SERVER = """
+import json, sys
+from tests.serving.support import STUB_COMMAND
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving import server
+from tiny_vllm.serving.config import ServerConfig
+
+port, tcp_options = json.loads(sys.argv[1])
+server.TCP_OPTIONS.update(tcp_options)
+command = ("env", "STUB_STEP_SECONDS=0.01", *STUB_COMMAND)
+server.serve(ServerConfig(port=port, drain_timeout=2.0), EngineConfig(), engine_command=command)
+"""
+LONG = {
+    "prompt": [28, 29, 30],
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "stream": True,
+    "return_token_ids": True,
+}
+
+
+@dataclass
+class ServerProcess:
+    """A server in a process of its own. log: what it has written to stderr."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def engine_id(self) -> int:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        (engine,) = path.read_text().split()
+        return int(engine)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def request(self, path: str, body: Any = None) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request(
+                    "POST", path, json.dumps(body).encode(), {"content-type": "application/json"}
+                )
+            response = connection.getresponse()
+            return Answer(response.status, {}, response.read())
+        finally:
+            connection.close()
+
+    def status(self, path: str = "/health") -> int:
+        """0 while nobody answers."""
+        try:
+            return self.request(path).status
+        except (OSError, http.client.HTTPException):
+            return 0
+
+    def metric(self, name: str) -> float:
+        lines = self.request("/metrics").data.decode().splitlines()
+        (line,) = [line for line in lines if line.startswith(f"{name}{{")]
+        return float(line.rpartition(" ")[2])
+
+    def assert_alive(self) -> None:
+        wait_until(lambda: self.status() == 200)
+        answer = self.request(
+            "/v1/completions", {"prompt": [28, 29], "max_tokens": 3, "return_token_ids": True}
+        )
+        assert answer.json()["choices"][0]["token_ids"] == [28, 29, 28]
+
+
+@contextmanager
+def server_process(
+    directory: Path, *, stderr: str | None = None, prefix: Sequence[str] = (), **tcp_options: int
+) -> Iterator[ServerProcess]:
+    """prefix: what to start it with. tcp_options: instead of server.TCP_OPTIONS. It ends with code 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log_path = Path(stderr) if stderr is not None else directory / "log"
+    command = [*prefix, sys.executable, "-c", SERVER, json.dumps([port, tcp_options])]
+    with open(log_path, "w") as log, subprocess.Popen(command, stderr=log, stdout=log, cwd=ROOT) as process:
+        try:
+            server = ServerProcess(process, port, log_path)
+            wait_until(lambda: server.status() == 200, 60)
+            yield server
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def send(connection: socket.socket, body: Any) -> None:
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def test_an_engine_killed_under_load_ends_every_stream_once_and_is_replaced(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server, ThreadPoolExecutor(24) as pool:
+        # More streams than the stub has slots: some run, and some still wait.
+        streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(20)]
+        wholes = [pool.submit(server.request, "/v1/completions", {**LONG, "stream": False}) for _ in range(4)]
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 8)
+        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 16)
+        killed = server.engine_id
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: server.status() == 503)
+        for stream in streams:
+            answer = stream.result(20)
+            events = answer.events()  # which has a look at the end of the stream
+            assert answer.status == 200
+            assert [event for event in events if "error" in event] == events[-1:]
+            assert "signal 9" in events[-1]["error"]["message"]
+            tokens = [t for event in events[:-1] for choice in event["choices"] for t in choice["token_ids"]]
+            assert tokens == [28, 29, 30] * (len(tokens) // 3) + [28, 29, 30][: len(tokens) % 3]
+        for whole in wholes:
+            assert whole.result(20).status == 503
+            assert "signal 9" in whole.result().error["message"]
+        server.assert_alive()
+        assert server.engine_id != killed
+        assert "the engine process has ended: its process ended by signal 9" in server.log
+        assert "starting a new engine process" in server.log and "Traceback" not in server.log
+        assert server.metric("vllm:num_requests_running") == server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_without_file_descriptors_connections_are_refused_and_streams_go_on(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(server_process(tmp_path, prefix=("prlimit", "--nofile=64:64")))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        stream = pool.submit(server.request, "/v1/completions", LONG)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
+        with ExitStack() as held:
+            crowd = [held.enter_context(server.connect()) for _ in range(100)]
+            assert crowd[-1].recv(1000).startswith(b"HTTP/1.1 503")
+            assert len(stream.result(20).events()) > 100
+        server.assert_alive()
+        assert server.log.count("connections are refused: of 64 file descriptors") == 1
+
+
+def test_an_engine_that_dies_while_connections_are_refused_is_replaced_all_the_same(tmp_path: Path) -> None:
+    with server_process(tmp_path, prefix=("prlimit", "--nofile=64:64")) as server, ExitStack() as stack:
+        first, *_ = [stack.enter_context(server.connect()) for _ in range(100)]
+        wait_until(lambda: "connections are refused" in server.log)
+        killed = server.engine_id
+        os.kill(killed, signal.SIGKILL)
+
+        def health() -> bytes:
+            first.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            return first.recv(1000)[:12]
+
+        wait_until(lambda: health() == b"HTTP/1.1 503")
+        wait_until(lambda: health() == b"HTTP/1.1 200")
+        assert server.engine_id != killed and "cannot be started" not in server.log
+
+
+def test_a_client_that_never_reads_is_given_up(tmp_path: Path) -> None:
+    """Its slots are free when the text is complete, and its place when the system gives the connection up."""
+    body = {**LONG, "n": 100, "max_tokens": 500}
+    with server_process(tmp_path, TCP_USER_TIMEOUT=1000) as server:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", server.port))
+            send(deaf, body)
+            wait_until(lambda: server.metric("vllm:num_requests_running") == 8)
+            wait_until(lambda: server.metric("vllm:num_requests_running") == 0, 60)
+            assert server.status() == 200
+        server.assert_alive()
+
+
+def test_many_half_open_connections_do_not_keep_others_out(tmp_path: Path) -> None:
+    beginnings = (b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
+    body = b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    with running_server(receive_timeout=1.0) as server, ExitStack() as stack:
+        halves = []
+        for number in range(300):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            half.sendall([*beginnings, body][number % 4])
+            halves.append(half)
+        start = time.monotonic()
+        assert server.complete([28, 29], max_tokens=2).status == 200
+        assert time.monotonic() - start < 1
+        # In the end the server hangs up on all of them.
+        for number, half in enumerate(halves):
+            data = b"".join(iter(lambda half=half: half.recv(4096), b""))
+            assert data.startswith(b"HTTP/1.1 408") if number % 4 == 3 else data == b""
+        server.assert_alive()
+
+
+def test_five_megabytes_of_nested_json_from_many_do_not_hold_up_health() -> None:
+    nested = b'{"prompt": ' + b"[" * 2_500_000 + b"]" * 2_500_000 + b"}"
+    flat = b'{"prompt": [' + b"[]," * 1_600_000 + b"[]]}"
+    with running_server() as server, ThreadPoolExecutor(8) as pool:
+        paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+        answers = [pool.submit(server.post, path, data) for path in paths * 2 for data in (nested, flat)]
+        times = []
+        while not all(answer.done() for answer in answers):
+            start = time.monotonic()
+            assert server.get("/health").status == 200
+            times.append(time.monotonic() - start)
+        assert {answer.result().status for answer in answers} == {400}
+        assert max(times) < 5
+        server.assert_alive()
+
+
+def test_a_full_disk_behind_the_log_is_survived(tmp_path: Path) -> None:
+    with server_process(tmp_path, stderr="/dev/full") as server:
+        os.kill(server.engine_id, signal.SIGKILL)  # there is something to log
+        wait_until(lambda: server.status() == 503)
+        server.assert_alive()
+
+
+def test_a_disk_that_fills_up_while_streams_run_disturbs_none() -> None:
+    """The log is a pipe nobody reads any more: writing fails, or would wait for ever."""
+    script = SERVER.replace("engine_command=command", "engine_command=command, log_level=10")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", script, json.dumps([port, {}])]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        try:
+            server = ServerProcess(process, port, Path(os.devnull))
+            wait_until(lambda: server.status() == 200, 60)
+            assert process.stderr is not None
+            with ThreadPoolExecutor(4) as pool:
+                streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(4)]
+                wait_until(lambda: server.metric("vllm:num_requests_running") == 4)
+                process.stderr.close()
+                for stream in streams:
+                    events = stream.result(30).events()
+                    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 400
+            server.assert_alive()
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
