@@ -1,4 +1,4 @@
-"""Clients that are not OpenAI's own work unchanged: pip install langchain-openai litellm, or this is skipped."""
+"""Clients that are not OpenAI's work unchanged; skipped without them: pip install langchain-openai litellm."""
 
 from __future__ import annotations
 
