@@ -1,11 +1,14 @@
 """How do this engine and vLLM compare on this GPU, in one run?
 
     PYTHONPATH=. python3 benchmarks/side_by_side.py --json results.json
+    PYTHONPATH=. python3 benchmarks/side_by_side.py --batch-sizes "" \\
+        --workloads nano-vllm,256x128+512,64x128+512,64x2048+1 --json results.json
 
-Runs `tiny-vllm bench decode --end-to-end` and vllm_generate.py one after the other, each in a process of its
-own, with the same shape (dummy weights, BF16), batches and lengths, and writes both and their ratio into one
-file, anew after every line. vLLM comes from a bundle (--peer) that is installed into a temporary directory
-first. Takes about three minutes on an H200 with the defaults, two of them vLLM's start.
+Runs `tiny-vllm bench decode --end-to-end`, for --workloads `tiny-vllm bench throughput`, and vllm_generate.py
+one after the other, each in a process of its own, with the same shape (dummy weights, BF16), batches, lengths
+and workloads, and writes all and their ratios into one file, anew after every line. vLLM comes from a bundle
+(--peer) that is installed into a temporary directory first. Takes about three minutes on an H200 with the
+defaults, two of them vLLM's start.
 """
 
 from __future__ import annotations
@@ -47,15 +50,17 @@ class Comparison:
             "model": model.name,
             "ratios": [],
             "failures": [],
+            "throughput_ratios": [],
             "tiny_vllm": {},
+            "tiny_vllm_throughput": {},
             "vllm": {"rows": []},
         }
 
-    def take_ours(self, path: Path) -> None:
-        """Read the report of `bench decode`. It may be half written at the moment: there will be a next
+    def take_ours(self, path: Path, name: str) -> None:
+        """Read a report of `tiny-vllm bench`. It may be half written at the moment: there will be a next
         time."""
         try:
-            self.content["tiny_vllm"] = json.loads(path.read_text(encoding="utf-8"))
+            self.content[name] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
         self.write()
@@ -78,6 +83,9 @@ class Comparison:
     def write(self) -> None:
         self.content["ratios"] = ratios(
             self.content["tiny_vllm"].get("rows", []), self.content["vllm"]["rows"]
+        )
+        self.content["throughput_ratios"] = throughput_ratios(
+            self.content["tiny_vllm_throughput"].get("rows", []), self.content["vllm"]["rows"]
         )
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +113,34 @@ def ratios(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]
         }
         for key in mine
         if key in peers
+    ]
+
+
+def throughput_ratios(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The workloads that both have, by their medians, with how many times longer vLLM takes. Both ask for the
+    same tokens, so this is the ratio of every rate."""
+
+    def workloads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        # vLLM runs without prefix caching; ours is on, but of these workloads only one shares any prefix.
+        return {
+            row["workload"]: row
+            for row in rows
+            if row.get("measure") == "generate all" and not row.get("cached_share")
+        }
+
+    mine, peers = workloads(ours), workloads(theirs)
+    rates = ("output_tokens_per_s", "prompt_tokens_per_s")
+    return [
+        {
+            "workload": name,
+            **{rate: mine[name][rate] for rate in rates},
+            **{f"vllm_{rate}": peers[name][rate] for rate in rates},
+            "speedup": peers[name]["seconds"] / mine[name]["seconds"],
+        }
+        for name in mine
+        if name in peers
     ]
 
 
@@ -138,18 +174,33 @@ def output_lines(command: Sequence[str], environment: Mapping[str, str], limit_s
 
 
 def run_ours(comparison: Comparison, args: argparse.Namespace, folder: Path) -> None:
-    report = folder / "ours.json"
-    command = [sys.executable, "-m", "tiny_vllm", "bench", "decode", "--model", str(args.model)]
-    command += ["--load-format", "dummy", "--no-step", "--end-to-end", "--json", str(report)]
-    command += [*line_options(args), "--max-model-len", str(max_model_len(args)), *shlex.split(args.options)]
+    if args.batch_sizes:
+        lines = ["--no-step", "--end-to-end", *line_options(args)]
+        bench_ours(comparison, args, folder / "decode.json", "decode", lines, "tiny_vllm")
+    if args.workloads:
+        lines = ["--workload", args.workloads, "--num-iters", str(args.num_iters)]
+        bench_ours(comparison, args, folder / "throughput.json", "throughput", lines, "tiny_vllm_throughput")
+
+
+def bench_ours(
+    comparison: Comparison,
+    args: argparse.Namespace,
+    report: Path,
+    benchmark: str,
+    options: Sequence[str],
+    name: str,
+) -> None:
+    command = [sys.executable, "-m", "tiny_vllm", "bench", benchmark, "--model", str(args.model)]
+    command += ["--load-format", "dummy", "--json", str(report), *options]
+    command += ["--max-model-len", str(max_model_len(args)), *shlex.split(args.options)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         for line in output_lines(command, {"PYTHONPATH": path}, args.limit):
             print(f"  tiny-vllm: {line}", flush=True)
-            comparison.take_ours(report)
+            comparison.take_ours(report, name)
     finally:
         # The report is written just after the line is printed.
-        comparison.take_ours(report)
+        comparison.take_ours(report, name)
 
 
 def run_vllm(comparison: Comparison, args: argparse.Namespace, folder: Path) -> None:
@@ -161,7 +212,9 @@ def run_vllm(comparison: Comparison, args: argparse.Namespace, folder: Path) -> 
     comparison.content["vllm"]["seconds_to_install"] = time.perf_counter() - start
     script = str(ROOT / "benchmarks" / "vllm_generate.py")
     command = [sys.executable, script, "--model", str(args.model), *line_options(args)]
-    environment = {**PEER_ENVIRONMENT, "PYTHONPATH": str(site)}
+    command += ["--workloads", args.workloads]
+    # Of this project it only imports what the workloads are.
+    environment = {**PEER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join((str(site), str(ROOT)))}
     for line in output_lines(command, environment, args.limit):
         print(f"  vllm: {line}", flush=True)
         comparison.take_theirs(line)
@@ -198,7 +251,8 @@ def main() -> int:
         help="directory with vLLM's install.sh (default: ../shared/peers/vllm-0.21.0)",
     )
     parser.add_argument("--engines", default="tiny-vllm,vllm", help="which to run, in this order")
-    parser.add_argument("--batch-sizes", default="1,2,4,8,64")
+    parser.add_argument("--batch-sizes", default="1,2,4,8,64", help='of decode lines; "" for none')
+    parser.add_argument("--workloads", default="", help="those of `bench throughput`; default: none")
     parser.add_argument("--input-lens", default="128")
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--num-iters", type=int, default=3)
@@ -209,6 +263,8 @@ def main() -> int:
     engines = args.engines.split(",")
     if unknown := set(engines) - runs.keys():
         parser.error(f"--engines names {', '.join(sorted(unknown))}, but there are {', '.join(runs)}")
+    if not (args.batch_sizes or args.workloads):
+        parser.error("--batch-sizes and --workloads are empty: there is nothing to compare")
     if not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json")
     comparison = Comparison(args.json, args.model)
@@ -227,6 +283,14 @@ def main() -> int:
         print(
             f"prompt {row['input_len']}, batch {row['batch_size']}: {row['us_per_step']:.1f} us per step, "
             f"vLLM {row['vllm_us_per_step']:.1f}, ratio {row['speedup']:.2f}",
+            flush=True,
+        )
+    for row in comparison.content["throughput_ratios"]:
+        print(
+            f"{row['workload']}: {row['output_tokens_per_s']:.0f} output and "
+            f"{row['prompt_tokens_per_s']:.0f} prompt tokens/s, "
+            f"vLLM {row['vllm_output_tokens_per_s']:.0f} and {row['vllm_prompt_tokens_per_s']:.0f}, "
+            f"ratio {row['speedup']:.2f}",
             flush=True,
         )
     return 1 if comparison.content["failures"] else 0

@@ -1,9 +1,10 @@
 """What does a token cost through vLLM's `LLM.generate`? The other half of side_by_side.py, which starts it.
 
-    PYTHONPATH=WHERE_VLLM_IS python3 benchmarks/vllm_generate.py --model DIRECTORY
+    PYTHONPATH=WHERE_VLLM_IS:. python3 benchmarks/vllm_generate.py --model DIRECTORY
 
 Dummy weights, greedy, random prompts, no prefix caching; a step is what a call takes beyond one for a single
-token, as `tiny-vllm bench decode --end-to-end` counts it. Prints one JSON object per line of results.
+token, as `tiny-vllm bench decode --end-to-end` counts it. --workloads are those of `tiny-vllm bench
+throughput`, request for request. Prints one JSON object per line of results.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import statistics
 import time
 from typing import Any
 
+from tiny_vllm.cli.bench_workloads import make_workload
+
 
 def emit(**row: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 def main() -> None:
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 2, 4, 8, 64])
     parser.add_argument("--input-lens", type=numbers, default=[128])
     parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--workloads", default="", help="names and shapes, such as nano-vllm,256x128+512")
     parser.add_argument("--num-iters", type=int, default=3)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     args = parser.parse_args()
@@ -42,6 +46,8 @@ def main() -> None:
     imported = time.perf_counter() - start
     with open(f"{args.model}/config.json", encoding="utf-8") as file:
         vocab_size = json.load(file)["vocab_size"]
+    workloads = [make_workload(name, vocab_size) for name in args.workloads.split(",") if name]
+    longest = max([*args.input_lens, 0]) + args.output_len
     # Room for the longest line, and no less than the peer's usual setting.
     llm = vllm.LLM(
         model=args.model,
@@ -49,27 +55,35 @@ def main() -> None:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         enable_prefix_caching=False,
-        max_model_len=max(4096, max(args.input_lens) + args.output_len),
+        max_model_len=max([4096, longest, *(workload.longest for workload in workloads)]),
         gpu_memory_utilization=args.gpu_memory_utilization,
-        max_num_seqs=max(256, *args.batch_sizes),
+        max_num_seqs=max([256, *args.batch_sizes]),
         seed=0,
     )
     ready = time.perf_counter() - start
     emit(measure="start", version=vllm.__version__, seconds_to_import=imported, seconds_to_ready=ready)
     generator = random.Random(0)
 
+    def seconds_of(prompts: list[Any], params: list[Any]) -> float:
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        assert all(
+            len(output.outputs[0].token_ids) == wanted.max_tokens
+            for output, wanted in zip(outputs, params, strict=True)
+        )
+        return seconds
+
+    def sampling(temperature: float, output_len: int) -> Any:
+        return vllm.SamplingParams(
+            temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False
+        )
+
     def timed_call(batch_size: int, input_len: int, output_len: int) -> float:
         prompts = [
             {"prompt_token_ids": generator.choices(range(vocab_size), k=input_len)} for _ in range(batch_size)
         ]
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
-        )
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        assert all(len(output.outputs[0].token_ids) == output_len for output in outputs)
-        return seconds
+        return seconds_of(prompts, [sampling(0.0, output_len)] * batch_size)
 
     for input_len in args.input_lens:
         for batch_size in args.batch_sizes:
@@ -90,6 +104,23 @@ def main() -> None:
                 seconds_to_first_token=prompt,
                 spread=(max(whole) - min(whole)) / total,
             )
+
+    for workload in workloads:
+        prompts = [{"prompt_token_ids": list(item.prompt_token_ids)} for item in workload.items]
+        params = [sampling(workload.temperature, item.output_len) for item in workload.items]
+        seconds_of(prompts[:1], params[:1])
+        rounds = [seconds_of(prompts, params) for _ in range(args.num_iters)]
+        seconds = statistics.median(rounds)
+        emit(
+            measure="generate all",
+            workload=workload.name,
+            prompt_tokens=workload.num_prompt_tokens,
+            output_tokens=workload.num_output_tokens,
+            seconds=seconds,
+            seconds_of_rounds=rounds,
+            prompt_tokens_per_s=workload.num_prompt_tokens / seconds,
+            output_tokens_per_s=workload.num_output_tokens / seconds,
+        )
 
 
 if __name__ == "__main__":

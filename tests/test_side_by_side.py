@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import ratios
+from benchmarks.side_by_side import ratios, throughput_ratios
 from tests.cli.test_bench_decode import CONFIG
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +28,10 @@ class LLM:
         assert options["load_format"] == "dummy" and not options["enable_prefix_caching"]
     def generate(self, prompts, params, use_tqdm):
         if FAILS_AT == len(prompts): raise ValueError("no room")
-        time.sleep(0.001 * len(prompts) * params.max_tokens)
-        tokens = SimpleNamespace(token_ids=[0] * params.max_tokens)
-        return [SimpleNamespace(outputs=[tokens]) for _ in prompts]
+        counts = [one.max_tokens for one in params]
+        assert len(counts) == len(prompts)
+        time.sleep(0.001 * sum(counts))
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
 """
 
 
@@ -66,6 +67,21 @@ def test_both_engines_and_their_ratio_end_in_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_workloads_are_compared_by_the_time_they_take(tmp_path: Path) -> None:
+    options = ["--batch-sizes", "", "--workloads", "3x8+5,2x16+1,2x8+9"]
+    code, report, output = compare(tmp_path, *options, fails_at=0)
+    assert code == 0, output
+    assert report["tiny_vllm"] == {} and report["ratios"] == []
+    assert [row["workload"] for row in report["throughput_ratios"]] == ["3x8+5", "2x16+1", "2x8+9"]
+    ours, theirs = report["tiny_vllm_throughput"]["rows"], report["vllm"]["rows"][1:]
+    for row, mine, peer in zip(report["throughput_ratios"], ours, theirs, strict=True):
+        assert row["speedup"] == pytest.approx(peer["seconds"] / mine["seconds"])
+        assert row["vllm_output_tokens_per_s"] < 1000
+        assert mine["output_tokens"] == peer["output_tokens"]
+    assert "2x16+1: " in output
+
+
+@pytest.mark.slow
 def test_what_one_engine_cannot_do_leaves_the_rest(tmp_path: Path) -> None:
     code, report, output = compare(tmp_path, fails_at=3)
     assert code == 1
@@ -88,6 +104,27 @@ def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
     assert "--engines names other, but there are tiny-vllm, vllm" in output
 
 
+def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path, "--batch-sizes", "")
+    assert code == 2 and report == {}
+    assert "there is nothing to compare" in output
+
+
+def test_a_workload_that_found_prefixes_is_not_compared() -> None:
+    row = {
+        "measure": "generate all",
+        "workload": "a",
+        "seconds": 2.0,
+        "output_tokens_per_s": 3.0,
+        "prompt_tokens_per_s": 4.0,
+    }
+    theirs = {**row, "seconds": 5.0}
+    assert [ratio["speedup"] for ratio in throughput_ratios([{**row, "cached_share": 0.0}], [theirs])] == [
+        2.5
+    ]
+    assert throughput_ratios([{**row, "cached_share": 0.5}], [theirs]) == []
+
+
 def test_only_lines_that_both_have_are_compared() -> None:
     def line(batch_size: int, us: float, **more: Any) -> dict[str, Any]:
         return {"measure": "generate", "input_len": 8, "batch_size": batch_size, "us_per_step": us, **more}
@@ -99,7 +136,9 @@ def test_only_lines_that_both_have_are_compared() -> None:
     ]
 
 
-@pytest.mark.parametrize(("shape", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03)])
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.6)]
+)
 def test_the_shapes_are_what_they_say(shape: str, billions: float) -> None:
     from tiny_vllm.config import EngineConfig
     from tiny_vllm.engine.build import plan_engine

@@ -61,7 +61,8 @@ positive_numbers.__name__ = "list of positive numbers"
 
 
 class RowReport:
-    """path: of the JSON, "-" for stdout (text then goes to stderr), or None.
+    """path: of the JSON, "-" for stdout (text then goes to stderr), or None. program: whose arguments are
+    shown as the command.
 
     Measures the read limit at once, before a model takes the memory, so that all shares are of one figure.
     """
@@ -74,6 +75,7 @@ class RowReport:
         spec: ModelSpec,
         config: EngineConfig,
         options: Mapping[str, Any],
+        program: str = "tiny-vllm",
     ) -> None:
         self._path = path
         self._out = sys.stderr if path == "-" else sys.stdout
@@ -81,7 +83,7 @@ class RowReport:
         self._head = {
             "benchmark": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(["tiny-vllm", *sys.argv[1:]]),
+            "command": shlex.join([program, *sys.argv[1:]]),
             "machine": machine,
             "model": asdict(spec) | {"num_parameters": spec.num_parameters},
             "engine": asdict(config),

@@ -1,0 +1,121 @@
+"""benchmarks/arrivals.py from end to end, with a tiny model on the CPU, and its figures one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.arrivals import LONG, make_items, parse_case, stalls_during_long_prompts, table
+from tests.cli.test_bench_decode import CONFIG
+from tiny_vllm.cli.bench_load import LoadResult, RequestTimes
+from tiny_vllm.cli.bench_workloads import WorkItem
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    *("--device", "cpu", "--max-num-seqs", "8", "--length-scale", "0.05", "--seconds", "0.3"),
+    *("--long-prompt-len", "100", "--long-every", "0.1", "--capacity-requests", "20"),
+)
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    report = tmp_path / "report.json"
+    command = [sys.executable, "benchmarks/arrivals.py", "--model", str(tmp_path), "--json", str(report)]
+    command += [*SMALL, *options]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    return done.returncode, content, done.stdout + done.stderr
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_every_case_meets_every_share_of_the_capacity(tmp_path: Path) -> None:
+    options = (
+        "--cases",
+        "mixed:32",
+        "exclusive:32:16",
+        "--shares",
+        "0.25",
+        "0.9",
+        "--stall-bound-ms",
+        "0.001",
+    )
+    code, report, output = run(tmp_path, *options)
+    assert code == 0, output
+    capacity, *rows = report["rows"]
+    assert report["command"].startswith("arrivals.py") and report["machine"]["device"] == "cpu"
+    assert [(row["case"], row["share_of_capacity"]) for row in rows] == [
+        (case, share) for case in ("mixed:32", "exclusive:32:16") for share in (0.25, 0.9)
+    ]
+    for row in rows:
+        assert row["request_rate"] == pytest.approx(row["share_of_capacity"] * capacity["requests_per_s"])
+        assert row["num_long_prompts"] >= 1 and 0 <= row["share_beyond_bound"] <= 1
+        assert row["first_token_p50_ms"] <= row["first_token_p99_ms"]
+    assert output.count("| 90% | ") == 2 and "stall p50" in output
+
+
+def test_a_capacity_that_is_given_is_not_measured(tmp_path: Path) -> None:
+    code, report, output = run(tmp_path, "--cases", "mixed:32", "--shares", "0.5", "--capacity", "40")
+    assert code == 0, output
+    capacity, row = report["rows"]
+    assert (capacity["requests_per_s"], row["request_rate"]) == (40, 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cases", "other:32"), "invalid POLICY:BUDGET[:LIMIT] value: 'other:32'"),
+        (("--seconds", "0"), "--seconds is 0.0"),
+        (("--shares", "0.5", "-1"), "--shares"),
+    ],
+)
+def test_what_cannot_run_is_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, report, output = run(tmp_path, *options)
+    assert code == 2 and report == {}
+    assert message in output
+
+
+def test_a_case_is_engine_options() -> None:
+    assert parse_case("mixed:64") == {"prefill_policy": "mixed", "max_num_batched_tokens": 64}
+    assert parse_case("exclusive:64:8")["max_prefill_tokens_per_decode"] == 8
+
+
+def test_one_request_in_ten_is_urgent() -> None:
+    urgent = sum(item.priority == 0 for item in make_items(2000, 100, 0.1, seed=0))
+    # Four standard deviations of a binomial of 2,000 and 0.1.
+    assert abs(urgent - 200) < 4 * (2000 * 0.1 * 0.9) ** 0.5
+
+
+def test_a_long_prompt_answers_for_stalls_in_its_own_time_alone() -> None:
+    others = RequestTimes(WorkItem((1,), 5), token_times=[0.0, 1.0, 1.5, 4.5, 5.0])
+    early = RequestTimes(WorkItem((1,), 1, LONG, arrival=0.2), token_times=[1.2])
+    late = RequestTimes(WorkItem((1,), 1, LONG, arrival=4.0), token_times=[4.6])
+    alone = RequestTimes(WorkItem((1,), 1, LONG, arrival=6.0), token_times=[7.0])
+    result = LoadResult(7.0, [others, early, late, alone], [], 0)
+    assert stalls_during_long_prompts(result) == [1.0, 3.0, 0.0]
+
+
+def test_the_table_groups_the_cases_of_a_share() -> None:
+    rows = [
+        {"case": case, "share_of_capacity": share, "output_tokens_per_s": 1234.5}
+        for case in ("a", "b")
+        for share in (0.25, 0.5)
+    ]
+    cells = [line.split(" | ")[:3] for line in table(rows).splitlines()[2:]]
+    assert [(share.strip("| "), case) for share, case, _ in cells] == [
+        *[("25%", "a"), ("25%", "b")],
+        *[("50%", "a"), ("50%", "b")],
+    ]
