@@ -362,3 +362,20 @@ def test_the_limit_leaves_prompts_alone_while_nobody_decodes(policy: str) -> Non
     assert [len(chunk.token_ids) for plan in fake.executor.plans for chunk in plan.chunks] == [16] * 3
     fake.run()
     fake.assert_correct("a")
+
+
+@pytest.mark.parametrize("policy", ["exclusive", "mixed"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_urgent_prompt_does_not_wait_until_a_long_one_is_computed(policy: str, ahead: int) -> None:
+    fake = FakeEngine(max_num_batched_tokens=8, prefill_policy=policy, num_steps_ahead=ahead)
+    fake.add("long", prompt(150), max_tokens=2)
+    fake.step()
+    fake.add("normal", prompt(6, start=3), max_tokens=1)
+    fake.add("urgent", prompt(6, start=2), max_tokens=1, priority=-1)
+    for _ in range(1 + ahead):
+        fake.step()
+    fake.assert_correct("urgent")
+    assert not fake.outcomes["normal", 0].tokens, "equal priorities keep their order"
+    fake.run()
+    for name in ("long", "normal"):
+        fake.assert_correct(name)

@@ -284,9 +284,13 @@ class Scheduler:
         if not self.waiting:
             return
         budget = self._chunk_budget()
-        budget -= sum(s.known_len - s.computed_len for s in self.prefilling.values())
         pending = self._pending_hashes()
+        # Chunks are cut in queue order: what is being computed takes budget only from those who come later.
+        computing = sorted(self.prefilling.values(), key=lambda s: s.queue_key, reverse=True)
         for sequence in self.waiting:
+            while computing and computing[-1].queue_key < sequence.queue_key:
+                earlier = computing.pop()
+                budget -= earlier.known_len - earlier.computed_len
             if budget <= 0:
                 return
             if not self.can_ever_fit(sequence.known_len):
