@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.engine.engine import EngineStats
+from tiny_vllm.engine.engine import EngineStats, SequenceStatus
+from tiny_vllm.engine.sequence import SequenceState
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, RequestError
 from tiny_vllm.serving.engine_process import main
 from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
@@ -146,6 +147,16 @@ class StubEngine:
 
     def make_stats(self, **values: int) -> EngineStats:
         return EngineStats(**{**dict.fromkeys(EngineStats.__slots__, 0), **values})
+
+    def slots(self) -> list[SequenceStatus]:
+        running = [sequence for sequence in self.sequences if sequence.is_running]
+        return [self.status(slot, sequence) for slot, sequence in enumerate(running)]
+
+    def status(self, slot: int, sequence: StubSequence) -> SequenceStatus:
+        prompt_len = len(sequence.request.prompt_token_ids)
+        known_len = prompt_len + sequence.num_generated
+        request_id, state = sequence.request.request_id, SequenceState.DECODE
+        return SequenceStatus(slot, request_id, sequence.index, state, prompt_len, known_len, known_len - 1)
 
     def page_map(self) -> list[str]:
         stats = self.stats()

@@ -1,4 +1,4 @@
-"""Clients that are not OpenAI's work unchanged; skipped without them: pip install langchain-openai litellm."""
+"""Clients that are not OpenAI's work unchanged. Skipped without them: pip install langchain-openai litellm"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tiny_vllm.engine.plan import StepPlan, StepResult
 from tiny_vllm.engine.prefix_cache import root_hash
 from tiny_vllm.engine.scheduler import Scheduler
 from tiny_vllm.engine.seeds import mix
-from tiny_vllm.engine.sequence import Sequence
+from tiny_vllm.engine.sequence import Sequence, SequenceState
 from tiny_vllm.engine.waiting import queue_key
 from tiny_vllm.errors import CapacityError, EngineDead, RequestError
 from tiny_vllm.types import FinishReason, Request, TokenEvent
@@ -63,6 +63,23 @@ class EngineStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStatus:
+    """Where a running choice is.
+
+    known_len: prompt and generated tokens read so far. computed_len: tokens whose keys and values exist or
+    are under way; with look-ahead it may exceed known_len.
+    """
+
+    slot: int
+    request_id: str
+    index: int
+    state: SequenceState
+    prompt_len: int
+    known_len: int
+    computed_len: int
 
 
 class Engine:
@@ -225,13 +242,30 @@ class Engine:
             num_steps=self._num_steps,
         )
 
+    def slots(self) -> list[SequenceStatus]:
+        """The sequences in slots, by slot."""
+        statuses = [
+            SequenceStatus(
+                slot=sequence.slot,
+                request_id=sequence.request_id,
+                index=sequence.index,
+                state=sequence.state,
+                prompt_len=sequence.prompt_len,
+                known_len=sequence.known_len,
+                computed_len=sequence.computed_len,
+            )
+            for sequence in self.scheduler.running()
+            if sequence.slot is not None
+        ]
+        return sorted(statuses, key=lambda status: status.slot)
+
     def page_map(self) -> list[str]:
         """The state of every page by number; page 0 is the null page."""
         return self.scheduler.pool.states()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDead(f"the engine has stopped: {self._failure}", hint="create a new one")
+            raise EngineDead(f"the engine has stopped: {self._failure}", hint="create a new one; after a CUDA error, in a new process")
 
     def _check_request(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tiny_vllm.engine.engine import EngineStats
+from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.errors import TinyVLLMError
 from tiny_vllm.serving.messages import (
     PAGE_LETTERS,
@@ -42,6 +42,7 @@ class DrivenEngine(Protocol):
     def stop(self, request_id: str, index: int) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> EngineStats: ...
+    def slots(self) -> list[SequenceStatus]: ...
     def page_map(self) -> list[str]: ...
 
 
@@ -121,10 +122,11 @@ class EngineLoop:
     def _report(self) -> None:
         # Processor time: on a busy machine a report may be interrupted, which costs the engine nothing.
         start = time.thread_time()
-        page_map = None
+        report = Report(self._engine.stats(), self._step_seconds)
         if self._is_watched:
-            page_map = "".join([PAGE_LETTERS[state] for state in self._engine.page_map()])
-        self._channel.send(Report(self._engine.stats(), self._step_seconds, page_map))
+            report.page_map = "".join([PAGE_LETTERS[state] for state in self._engine.page_map()])
+            report.slots = self._engine.slots()
+        self._channel.send(report)
         pause = (time.thread_time() - start) / REPORT_SHARE
         self._next_report = time.perf_counter() + min(max(REPORT_SECONDS, pause), MAX_REPORT_SECONDS)
         if self._is_orphan():

@@ -20,6 +20,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tiny_vllm.config import DTYPE_BYTES
+from tiny_vllm.engine.engine import SequenceStatus
+from tiny_vllm.engine.sequence import SequenceState
 from tiny_vllm.outputs import RequestOutput
 from tiny_vllm.serving.generation_response import SSE_HEADERS, wait_for_disconnect
 from tiny_vllm.serving.service import Service
@@ -56,7 +58,7 @@ def snapshot(service: Service) -> dict[str, Any]:
         "stats": None if stats is None else asdict(stats),
         "page_bytes": _page_bytes(service),
         "pages": "" if page_map is None else _runs(page_map),
-        "sequences": _sequences(unfinished, 0 if stats is None else stats.num_running),
+        "sequences": _sequences(unfinished, [] if engine.report is None else engine.report.slots),
         "prompt_tokens": metrics.num_prompt_tokens,
         "generated_tokens": metrics.num_generated_tokens,
         "first_token_seconds": statistics.median(times) if times else None,
@@ -65,24 +67,21 @@ def snapshot(service: Service) -> dict[str, Any]:
     }
 
 
-def _sequences(unfinished: Sequence[tuple[Request, RequestOutput]], num_running: int) -> list[list[Any]]:
-    """[name, state, prompt tokens, of them cached, generated tokens, limit, priority] of each choice.
-
-    The engine says how many sequences run. Those without a token yet are taken to run in the order of the
-    queue.
-    """
+def _sequences(
+    unfinished: Sequence[tuple[Request, RequestOutput]], slots: Sequence[SequenceStatus]
+) -> list[list[Any]]:
+    """[name, state, prompt tokens, of them cached, generated tokens, limit, priority] of each choice."""
+    states = {(status.request_id, status.index): status.state.value for status in slots}
     rows: list[list[Any]] = []
     for request, output in unfinished:
         for choice in output.outputs:
             if not choice.finished:
-                state = "decode" if choice.token_ids else "waiting"
+                # A report may be older than the last tokens.
+                seen = SequenceState.DECODE if choice.token_ids else SequenceState.WAITING
+                state = states.get((request.request_id, choice.index), seen.value)
                 name = f"{request.request_id[-10:]}.{choice.index}"
                 lens = [len(output.prompt_token_ids), output.num_cached_tokens, len(choice.token_ids)]
                 rows.append([name, state, *lens, request.sampling.max_tokens, request.priority])
-    num_prefilling = num_running - sum(row[1] == "decode" for row in rows)
-    starting = sorted((row for row in rows if row[1] == "waiting"), key=lambda row: row[-1])
-    for row in starting[: max(num_prefilling, 0)]:
-        row[1] = "prefill"
     return rows[:MAX_SEQUENCES]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.engine.engine import EngineStats
+from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError, TinyVLLMError
 from tiny_vllm.types import Request, TokenEvent
 
@@ -85,13 +85,14 @@ class Events(msgspec.Struct, tag=True):
 class Report(msgspec.Struct, tag=True):
     """A sign of life, every two seconds or more often, as far as steps are shorter than that.
 
-    page_map: a letter per page (PAGE_LETTERS) while somebody watches.
+    page_map: a letter per page (PAGE_LETTERS) while somebody watches; then also the sequences in slots.
     step_seconds: time in steps so far, for the share of time that anything else takes.
     """
 
     stats: EngineStats
     step_seconds: float
     page_map: str | None = None
+    slots: list[SequenceStatus] = []
 
 
 class Failed(msgspec.Struct, tag=True):
