@@ -12,6 +12,7 @@ GPU_BENCH = PYTHONPATH=. $(PYTHON) -m tiny_vllm bench
 # Seeded random weights: no checkpoint and no network needed.
 GPU_MODEL ?= --device cuda --model benchmarks/shapes/llama-3.2-1b --load-format dummy
 GPU_RESULTS ?= build/gpu-bench
+GPU_WORKLOADS ?= nano-vllm,256x128+512,64x128+512,64x2048+1,sharegpt-like,shared-prefix
 
 .PHONY: setup demo test test-slow check format bench clean gpu-test gpu-bench
 
@@ -66,7 +67,7 @@ gpu-bench:
 	mkdir -p $(GPU_RESULTS)
 	$(GPU_BENCH) kernels $(GPU_MODEL) $(BENCH_OPTIONS) --json $(GPU_RESULTS)/kernels.json
 	$(GPU_BENCH) decode $(GPU_MODEL) --end-to-end $(BENCH_OPTIONS) --json $(GPU_RESULTS)/decode.json
-	$(GPU_BENCH) throughput $(GPU_MODEL) --num-prompts 256 $(BENCH_OPTIONS) --json $(GPU_RESULTS)/throughput.json
+	$(GPU_BENCH) throughput $(GPU_MODEL) --workload $(GPU_WORKLOADS) --num-iters 3 $(BENCH_OPTIONS) --json $(GPU_RESULTS)/throughput.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
