@@ -221,7 +221,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-pages", type=int, help="instead of half of what full slots need")
     parser.add_argument("--length-scale", type=float, default=1.0, help="of the medians of both lengths")
     parser.add_argument("--long-prompt-len", type=int, default=8000)
-    parser.add_argument("--long-every", type=float, default=1.5, help="seconds between two long prompts (default: 1.5)")
+    parser.add_argument(
+        "--long-every", type=float, default=1.5, help="seconds between two long prompts (default: 1.5)"
+    )
     parser.add_argument("--stall-bound-ms", type=float)
     parser.add_argument("--capacity", type=float, help="requests per second, instead of measuring")
     parser.add_argument("--capacity-requests", type=int, default=1024)
