@@ -126,6 +126,7 @@ def decode_chain(
     """Launch a decode step of Llama-3.2-1B's shape, two layers, for `rows` sequences."""
     from tiny_vllm.kernels.slot_inputs import SlotState
     from tiny_vllm.models.decode_chain import DecodeChain
+    from tiny_vllm.models.spec import ModelSpec, RopeSpec
     from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
     shape = dict(hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128256, page=16)
@@ -142,8 +143,21 @@ def decode_chain(
     )
     table = meta(vocab, hidden, dtype=dtype)
     cache = meta(100, shape["kv_heads"], shape["page"], head_dim, dtype=dtype)
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=shape["intermediate"],
+        num_layers=2,
+        num_heads=shape["heads"],
+        num_kv_heads=shape["kv_heads"],
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=1e4, rotary_dim=head_dim),
+    )
     chain = DecodeChain(
-        SimpleNamespace(num_heads=shape["heads"], head_dim=head_dim, rms_norm_eps=1e-5),  # type: ignore[arg-type]
+        spec,
         ModelWeights(table, [layer, layer], meta(hidden, dtype=torch.float32), table),
         meta(4096, head_dim, dtype=torch.float32),
         SimpleNamespace(page_size=shape["page"], layers=[(cache, cache)] * 2),  # type: ignore[arg-type]

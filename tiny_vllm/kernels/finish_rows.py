@@ -3,6 +3,8 @@
     y = sum over s of parts[s] + b + residual         normed = rmsnorm(y) * norm_weight
 
 parts [S, M, N] FP32, or of residual's type; residual, y, normed [M, N] of one type; b and norm_weight [N].
+Some families norm the sum, or scale it, before they add it: y = m * rmsnorm(sum + b) * branch_norm +
+residual.
 FP32 arithmetic in a fixed order; y is rounded once, and normed is what RMSNorm makes of the rounded y. Moves
 (4 * S + 6) * M * N bytes in BF16 for about (S + 5) * M * N FLOPs: bound by latency up to some hundred rows.
 
@@ -40,11 +42,16 @@ def finish_rows_ref(
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
+    branch_norm: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """As torch operators. `pdl` is ignored."""
     total = parts.float().sum(0)
     if bias is not None:
         total = total + bias.float()
+    if branch_norm is not None:
+        total = rms_norm_ref(total, branch_norm, eps)
+    total = total * multiplier
     y = (total + residual.float()).to(residual.dtype)
     return y, rms_norm_ref(y, norm_weight, eps)
 
@@ -57,15 +64,17 @@ def _finish_rows_kernel(
     bias_ptr,
     residual_ptr,
     norm_ptr,
+    branch_norm_ptr,
     num_rows,
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (M,): a row each."""
+    """Grid (M,): a row each. branch_norm_ptr may be None."""
     row = tl.program_id(0)
     if PDL:
         launch_dependents()
@@ -81,6 +90,11 @@ def _finish_rows_kernel(
     for split in tl.static_range(SPLITS):
         place = parts_ptr + (split * num_rows + row) * N + column
         total += tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+    if branch_norm_ptr is not None:
+        branch_norm = tl.load(branch_norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        total *= tl.rsqrt(tl.sum(total * total, 0) / N + eps) * branch_norm
+    if MULTIPLIER != 1.0:
+        total *= MULTIPLIER
     y = (total + residual).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * N + column, y, mask=is_column)
     wide = y.to(tl.float32)
@@ -96,6 +110,8 @@ def _launch_finish_rows(
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
+    branch_norm: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     num_rows, N = residual.shape
     assert parts.shape[1:] == residual.shape and parts.is_contiguous() and residual.is_contiguous()
@@ -107,11 +123,13 @@ def _launch_finish_rows(
         parts if bias is None else bias,
         residual,
         norm_weight,
+        branch_norm,
         num_rows,
         eps,
         N=N,
         BLOCK=next_power_of_2(N),
         SPLITS=parts.shape[0],
+        MULTIPLIER=multiplier,
         HAS_BIAS=bias is not None,
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
@@ -126,7 +144,9 @@ def finish_rows(
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
+    branch_norm: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """y and normed [M, N]. pdl: see `triton_support`."""
     op = _launch_finish_rows if runs_triton(residual) else finish_rows_ref
-    return op(parts, residual, norm_weight, eps, bias, pdl)
+    return op(parts, residual, norm_weight, eps, bias, pdl, branch_norm, multiplier)

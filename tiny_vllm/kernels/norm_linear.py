@@ -1,6 +1,6 @@
 """Products of few rows: RMSNorm, a matrix, and what follows it, as one kernel that reads the matrix once.
 
-    y = f(rmsnorm(x) W^T + b) + residual        the norm, b, f = silu(gate) * up, and the residual are
+    y = f(rmsnorm(x) W^T + b) + residual        the norm, b, f = act(gate) * up, and the residual are
     optional
 
 x [M, K], W [N, K] (gated: [2N, K], gate rows then up rows), b one value per row of W, residual and y [M, N].
@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiny_vllm.kernels.gated_activation import activate, activate_ref
 from tiny_vllm.kernels.rms_norm import rms_norm
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     dot,
@@ -82,6 +82,7 @@ def norm_linear_ref(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -90,7 +91,7 @@ def norm_linear_ref(
         x = rms_norm(x, norm_weight, eps)
     y = F.linear(x, weight, bias)
     if gated:
-        y = silu_and_mul(y)
+        y = activate_ref(y, activation)
     if residual is not None:
         y = y + residual
     return y.to(out_dtype or x.dtype)
@@ -377,6 +378,7 @@ def _norm_linear_kernel(
     DEPTH: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -402,7 +404,7 @@ def _norm_linear_kernel(
         y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, up = halves(y, BLOCK_N, BLOCK_M)
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = activate(gate, up, ACTIVATION)
     row = tl.arange(0, BLOCK_M)
     column = first + tl.arange(0, NUM_COLUMNS)
     places = row[None, :] * N + column[:, None]
@@ -455,6 +457,7 @@ def _launch_norm_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -477,6 +480,7 @@ def _launch_norm_linear(
         K=K,
         **tiles,
         GATED=gated,
+        ACTIVATION=activation,
         HAS_NORM=norm_weight is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -495,15 +499,17 @@ def norm_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """x [M, K] -> [M, N] of out_dtype, by default x's. Shapes as above.
 
+    gated: see `activate` for the activation.
     pdl: launch as part of a chain of dependent kernels, see `triton_support`; only where `has_pdl`.
     """
     op = _launch_norm_linear if x.shape[0] <= MAX_SMALL_ROWS and runs_triton(x) else norm_linear_ref
     return op(
         x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, gated=gated,
-        out_dtype=out_dtype, pdl=pdl,
+        activation=activation, out_dtype=out_dtype, pdl=pdl,
     )  # fmt: skip

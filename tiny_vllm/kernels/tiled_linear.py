@@ -1,7 +1,7 @@
 """Products of some dozen to some hundred rows: tiles through shared memory, K split among programs.
 
     parts[s] = x W^T over part s of K; their sum is the product                          `split_linear`
-    y = silu(x Wg^T + bg) * (x Wu^T + bu), or x W^T + b                                  `tiled_linear`
+    y = act(x Wg^T + bg) * (x Wu^T + bu), or x W^T + b                                   `tiled_linear`
 
 x [M, K], W [N, K] (gated: [2N, K], gate rows then up rows), b one value per row of W, y [M, N] of x's type or
 FP32, parts [S, M, N] FP32 (of x's type where S is 1 and cuBLAS computes). FP32 accumulation. Moves 2 * N * K
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+from tiny_vllm.kernels.gated_activation import activate, activate_ref
 from tiny_vllm.kernels.triton_support import (
     IS_INTERPRETED,
     ceil_div,
@@ -104,6 +104,7 @@ def tiled_linear_ref(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -113,7 +114,7 @@ def tiled_linear_ref(
         y = torch.mm(x, weight.T, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
     y = F.linear(x, weight, bias)
-    return (silu_and_mul(y) if gated else y).to(out_dtype or x.dtype)
+    return (activate_ref(y, activation) if gated else y).to(out_dtype or x.dtype)
 
 
 @jit
@@ -158,6 +159,7 @@ def _tiled_product_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TMA: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -202,7 +204,7 @@ def _tiled_product_kernel(
     if GATED:
         if HAS_BIAS:
             total_up += tl.load(bias_ptr + N + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
-        total = total / (1.0 + tl.exp(-total)) * total_up
+        total = activate(total, total_up, ACTIVATION)
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     place = (split * num_rows + row).to(tl.int64)[:, None] * N + column[None, :]
     tl.store(y_ptr + place, tl.trans(total).to(y_ptr.dtype.element_ty), mask=mask)
@@ -266,6 +268,7 @@ def launch_tiled_product(
     splits: int = 1,
     bias: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -301,6 +304,7 @@ def launch_tiled_product(
         SPLITS=splits,
         STAGES=tiles.stages,
         GATED=gated,
+        ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         TMA=tma,
         AHEAD=tiles.ahead,
@@ -327,15 +331,16 @@ def _launch_tiled_linear(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
     tiles = choose_tiles(x.shape[0], weight.shape[0], gated)
     if tiles is None:
-        return tiled_linear_ref(x, weight, bias=bias, gated=gated, out_dtype=out_dtype)
+        return tiled_linear_ref(x, weight, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype)
     tiles = _fit(tiles, x, weight, 1, gated)
     return launch_tiled_product(
-        x, weight, tiles, bias=bias, gated=gated, out_dtype=out_dtype, pdl=pdl
+        x, weight, tiles, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype, pdl=pdl
     ).squeeze(0)
 
 
@@ -364,9 +369,10 @@ def tiled_linear(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
+    activation: str = "silu",
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """x [M, K], weight [N or 2N, K] -> [M, N] of out_dtype, by default x's. pdl: see `triton_support`."""
     op = _launch_tiled_linear if _has_tiles(x) else tiled_linear_ref
-    return op(x, weight, bias=bias, gated=gated, out_dtype=out_dtype, pdl=pdl)
+    return op(x, weight, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype, pdl=pdl)

@@ -5,32 +5,38 @@ as a CUDA graph and replayed: a gather from the slot tables, the layers, the LM 
 overlap by programmatic dependent launch where the GPU has it.
 
 A layer of up to MAX_SMALL_ROWS rows: QKV with norm, rotation and cache write; attention in two kernels;
-output product with residual; gate and up with norm and SiLU; down with residual. With more rows the products
-are tiled, and where K is split the next kernel adds the parts: QKV; rotation, cache write and attention;
-output product; residual and norm; gate and up with SiLU; down; residual and the next layer's norm.
+output product with residual; gate and up with norm and activation; down with residual. Where heads have norms
+of their own, attention does the rotation. With more rows the products are tiled, and where K is split the
+next kernel adds the parts: QKV; rotation, cache write and attention; output product; residual and norm; gate
+and up with activation; down; residual and the next layer's norm. This is also the way, with any number of
+rows, of families that do more than add to the residual stream, and of experts: router; choice of experts;
+their tiles; gate and up; down, whose parts are those of the picked experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
+from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
+from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.qkv_rope_and_cache import qkv_rope_and_cache
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 from tiny_vllm.kernels.slot_inputs import SlotInputs, SlotState, read_slots
 from tiny_vllm.kernels.tiled_linear import split_linear, tiled_linear
 from tiny_vllm.kernels.triton_support import has_pdl
+from tiny_vllm.models.chain_layers import ChainLayer, chain_layers, offset_norm
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.models.weights import LayerWeights, ModelWeights
+from tiny_vllm.models.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,18 @@ class DecodeChain:
     ) -> None:
         self._spec = spec
         self._embedding = weights.embedding
-        self._layers = list(weights.layers)
-        self._final_norm = weights.final_norm
+        self._layers = chain_layers(spec, weights.layers, cos_sin)
+        self._final_norm = offset_norm(weights.final_norm, spec)
         self._lm_head = weights.lm_head
-        self._cos_sin = cos_sin
+        self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        # Only sums: the products before them take them over.
+        self._adds_only = (
+            spec.norm_placement == "input" and spec.residual_multiplier == 1.0 and spec.experts is None
+        )
+        # Rounded to the model's type, as the embedding is.
+        self._embedding_multiplier = torch.tensor(
+            spec.embedding_multiplier, dtype=weights.embedding.dtype, device=weights.embedding.device
+        )
         self._kv_cache = kv_cache
         self._pdl = has_pdl(cos_sin.device) if use_pdl is None else use_pdl
 
@@ -89,52 +103,77 @@ class DecodeChain:
         self, state: SlotState, slots: Tensor, max_context_len: int | None
     ) -> tuple[SlotInputs, Tensor]:
         inputs = read_slots(self._embedding, state, slots, self._kv_cache.page_size)
-        run = self._few_rows if slots.shape[0] <= MAX_SMALL_ROWS else self._many_rows
-        return inputs, run(inputs, state.page_table, max_context_len)
+        if self._spec.embedding_multiplier != 1.0:
+            inputs = replace(inputs, hidden=inputs.hidden * self._embedding_multiplier)
+        is_short = slots.shape[0] <= MAX_SMALL_ROWS and self._adds_only
+        run = self._few_rows if is_short else self._many_rows
+        logits = run(inputs, state.page_table, max_context_len)
+        if self._spec.logit_divisor != 1.0:
+            logits.div_(self._spec.logit_divisor)
+        if self._spec.logit_softcap is not None:
+            logits.div_(self._spec.logit_softcap).tanh_().mul_(self._spec.logit_softcap)
+        return inputs, logits
 
     def _few_rows(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
         """Logits."""
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
         for index, (layer, (k_cache, v_cache)) in enumerate(self._layers_with_caches()):
-            q = qkv_rope_and_cache(
-                hidden,
-                layer.qkv,
-                layer.qkv_bias,
-                layer.input_norm,
-                eps,
-                self._cos_sin,
-                inputs.positions,
-                inputs.cells,
-                k_cache,
-                v_cache,
-                self._spec.num_heads,
-                # The chain's second kernel waits for the first one whole, see `slot_inputs`.
-                pdl and index > 0,
-            )
-            attended = attend_pages(
-                q,
-                k_cache,
-                v_cache,
-                page_table,
-                inputs.context_lens,
-                self._spec.head_dim**-0.5,
-                table_rows=inputs.table_rows,
-                max_context_len=max_context_len,
-                pdl=pdl,
-            )
+            weights = layer.weights
+            # The chain's second kernel waits for the first one whole, see `slot_inputs`.
+            first_pdl = pdl and index > 0
+            if layer.head_norms is None:
+                q = qkv_rope_and_cache(
+                    hidden,
+                    weights.qkv,
+                    weights.qkv_bias,
+                    layer.input_norm,
+                    eps,
+                    layer.cos_sin,
+                    inputs.positions,
+                    inputs.cells,
+                    k_cache,
+                    v_cache,
+                    self._spec.num_heads,
+                    first_pdl,
+                )
+                attended = attend_pages(
+                    q,
+                    k_cache,
+                    v_cache,
+                    page_table,
+                    inputs.context_lens,
+                    self._scale,
+                    table_rows=inputs.table_rows,
+                    max_context_len=max_context_len,
+                    pdl=pdl,
+                    **layer.variants,
+                )
+            else:
+                qkv = norm_linear(
+                    hidden,
+                    weights.qkv,
+                    norm_weight=layer.input_norm,
+                    eps=eps,
+                    out_dtype=torch.float32,
+                    pdl=first_pdl,
+                )
+                attended = self._rope_and_attend(
+                    qkv.unsqueeze(0), layer, k_cache, v_cache, inputs, page_table, max_context_len
+                )
             hidden = norm_linear(
-                attended.flatten(1), layer.output, bias=layer.output_bias, residual=hidden, pdl=pdl
+                attended.flatten(1), weights.output, bias=weights.output_bias, residual=hidden, pdl=pdl
             )
             activated = norm_linear(
                 hidden,
-                layer.gate_up,
+                weights.gate_up,
                 norm_weight=layer.post_attention_norm,
                 eps=eps,
-                bias=layer.gate_up_bias,
+                bias=weights.gate_up_bias,
                 gated=True,
+                activation=self._spec.activation,
                 pdl=pdl,
             )
-            hidden = norm_linear(activated, layer.down, bias=layer.down_bias, residual=hidden, pdl=pdl)
+            hidden = norm_linear(activated, weights.down, bias=weights.down_bias, residual=hidden, pdl=pdl)
         return norm_linear(
             hidden, self._lm_head, norm_weight=self._final_norm, eps=eps, out_dtype=torch.float32, pdl=pdl
         )
@@ -142,35 +181,92 @@ class DecodeChain:
     def _many_rows(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
         """Logits."""
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
+        multiplier = self._spec.residual_multiplier
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
         # The chain's second kernel waits for the first one whole, see `slot_inputs`.
         normed = rms_norm(hidden, self._layers[0].input_norm, eps)
         for (layer, (k_cache, v_cache)), next_norm in zip(
             self._layers_with_caches(), next_norms, strict=True
         ):
-            attended = rope_and_attend(
-                split_linear(normed, layer.qkv, pdl),
-                layer.qkv_bias,
-                self._cos_sin,
-                inputs.cells,
+            weights = layer.weights
+            attended = self._rope_and_attend(
+                self._product(normed, weights.qkv),
+                layer,
                 k_cache,
                 v_cache,
+                inputs,
                 page_table,
-                inputs.context_lens,
-                self._spec.num_heads,
-                self._spec.head_dim**-0.5,
-                table_rows=inputs.table_rows,
-                max_context_len=max_context_len,
-                pdl=pdl,
+                max_context_len,
             )
-            parts = split_linear(attended.flatten(1), layer.output, pdl)
+            parts = self._product(attended.flatten(1), weights.output)
             hidden, normed = finish_rows(
-                parts, hidden, layer.post_attention_norm, eps, layer.output_bias, pdl
+                parts, hidden, layer.post_attention_norm, eps, weights.output_bias, pdl,
+                layer.attention_output_norm, multiplier,
+            )  # fmt: skip
+            if layer.experts is None:
+                linear = norm_linear if len(normed) <= MAX_SMALL_ROWS else tiled_linear
+                activated = linear(
+                    normed,
+                    weights.gate_up,
+                    bias=weights.gate_up_bias,
+                    gated=True,
+                    activation=self._spec.activation,
+                    pdl=pdl,
+                )
+                parts, bias = self._product(activated, weights.down), weights.down_bias
+            else:
+                parts, bias = self._expert_parts(normed, layer, layer.experts), None
+            hidden, normed = finish_rows(
+                parts, hidden, next_norm, eps, bias, pdl, layer.mlp_output_norm, multiplier
             )
-            activated = tiled_linear(normed, layer.gate_up, bias=layer.gate_up_bias, gated=True, pdl=pdl)
-            parts = split_linear(activated, layer.down, pdl)
-            hidden, normed = finish_rows(parts, hidden, next_norm, eps, layer.down_bias, pdl)
-        return tiled_linear(normed, self._lm_head, out_dtype=torch.float32, pdl=pdl)
+        linear = norm_linear if len(normed) <= MAX_SMALL_ROWS else tiled_linear
+        return linear(normed, self._lm_head, out_dtype=torch.float32, pdl=pdl)
 
-    def _layers_with_caches(self) -> Iterator[tuple[LayerWeights, tuple[Tensor, Tensor]]]:
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[S, B, N], to be summed over S."""
+        if len(x) <= MAX_SMALL_ROWS:
+            return norm_linear(x, weight, out_dtype=torch.float32, pdl=self._pdl).unsqueeze(0)
+        return split_linear(x, weight, self._pdl)
+
+    def _rope_and_attend(
+        self,
+        parts: Tensor,
+        layer: ChainLayer,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: SlotInputs,
+        page_table: Tensor,
+        max_context_len: int | None,
+    ) -> Tensor:
+        return rope_and_attend(
+            parts,
+            layer.weights.qkv_bias,
+            layer.cos_sin,
+            inputs.cells,
+            k_cache,
+            v_cache,
+            page_table,
+            inputs.context_lens,
+            self._spec.num_heads,
+            self._scale,
+            table_rows=inputs.table_rows,
+            max_context_len=max_context_len,
+            head_norms=layer.head_norms,
+            pdl=self._pdl,
+            **layer.variants,
+        )
+
+    def _expert_parts(self, normed: Tensor, layer: ChainLayer, matrices: ExpertMatrices) -> Tensor:
+        spec, router = self._spec.experts, layer.weights.router
+        assert spec is not None and router is not None
+        experts, weights = pick_experts(
+            self._product(normed, router),
+            layer.weights.router_bias,
+            spec.num_active,
+            spec.normalize,
+            self._pdl,
+        )
+        return expert_parts(normed, experts, weights, matrices, self._spec.activation, self._pdl)
+
+    def _layers_with_caches(self) -> Iterator[tuple[ChainLayer, tuple[Tensor, Tensor]]]:
         return zip(self._layers, self._kv_cache.layers, strict=True)

@@ -15,7 +15,7 @@ from tiny_vllm.models.fused_decode import FusedDecode
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.mlp import MLP
 from tiny_vllm.models.residual import ResidualJoin
-from tiny_vllm.models.rope import rope_table, unrotated_table
+from tiny_vllm.models.rope import rope_table, table_of
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
@@ -68,14 +68,7 @@ class Decoder:
         self.cos_sin = rope_table(spec.rope, max_len=max_model_len).to(device)
         self.fused_decode = FusedDecode(spec, weights, self.cos_sin) if fused_cpu_decode else None
         ropes = list(dict.fromkeys(spec.layer_rope(index) for index in range(spec.num_layers)))
-        self._tables = []
-        for rope in ropes:
-            if rope == spec.rope:
-                self._tables.append(self.cos_sin)
-            elif rope is None:
-                self._tables.append(unrotated_table(spec.rope.rotary_dim, max_len=max_model_len).to(device))
-            else:
-                self._tables.append(rope_table(rope, max_len=max_model_len).to(device))
+        self._tables = [table_of(rope, spec, self.cos_sin) for rope in ropes]
         self.layers = []
         for index in range(spec.num_layers):
             window = spec.layer_window(index)

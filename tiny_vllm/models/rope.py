@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from tiny_vllm.models.spec import RopeSpec
+from tiny_vllm.models.spec import ModelSpec, RopeSpec
 
 
 def rope_table(rope: RopeSpec, *, max_len: int) -> Tensor:
@@ -31,6 +31,17 @@ def rope_table(rope: RopeSpec, *, max_len: int) -> Tensor:
 def unrotated_table(rotary_dim: int, *, max_len: int) -> Tensor:
     """As `rope_table`, for layers that do not rotate: every angle is 0."""
     return torch.cat((torch.ones(max_len, rotary_dim // 2), torch.zeros(max_len, rotary_dim // 2)), -1)
+
+
+def table_of(rope: RopeSpec | None, spec: ModelSpec, cos_sin: Tensor) -> Tensor:
+    """The table of a `layer_rope` of the spec, as long as `cos_sin`, which is that of `spec.rope`."""
+    if rope == spec.rope:
+        return cos_sin
+    if rope is None:
+        table = unrotated_table(spec.rope.rotary_dim, max_len=len(cos_sin))
+    else:
+        table = rope_table(rope, max_len=len(cos_sin))
+    return table.to(cos_sin.device)
 
 
 def _frequencies(rope: RopeSpec, max_len: int) -> tuple[Tensor, float]:

@@ -144,8 +144,11 @@ class ModelSpec:
 
     @property
     def fits_decode_chain(self) -> bool:
-        """Whether the chain of GPU kernels computes this model (see models/decode_chain.py)."""
-        return self._is_llama_like
+        """Whether the chain of GPU kernels computes this model (see models/decode_chain.py).
+
+        It has no norm over all heads, and none on outputs alone.
+        """
+        return self.qk_norm != "whole" and self.norm_placement != "output"
 
     @property
     def _is_llama_like(self) -> bool:
