@@ -216,25 +216,32 @@ def choose_dtype(dtype: DType, checkpoint_dtype: str) -> Choice:
 
 
 def choose_weight_tape(
-    asked: bool | None, *, obstacle: str | None, tape_bytes: int, free_bytes: int
+    asked: bool | None, *, obstacle: str | None, tape_bytes: int, free_bytes: int, asked_page_bytes: int = 0
 ) -> Choice:
     """Whether to keep the weights twice on a GPU for the weight-tape kernel.
 
     obstacle: why the kernel cannot run here. tape_bytes: the second copy. free_bytes: left for it and the
-    pages. Raises ConfigError when it is demanded and cannot be had.
+    pages, of which asked_page_bytes are spoken for. Raises ConfigError when it is demanded and cannot be had.
     """
     name = "weight_tape"
     if asked is False:
         return Choice(name, False, "as asked")
     if obstacle is not None:
         if asked:
-            raise ConfigError(f"weight_tape is True, but {obstacle}", hint="leave it out")
+            raise ConfigError(
+                f"weight_tape is True, but {obstacle}", hint="leave it out, or remove the obstacle"
+            )
         return Choice(name, False, obstacle)
     sizes = f"{tape_bytes / GIB:.2f} GiB of weights held twice"
     if asked:
         return Choice(name, True, f"as asked: {sizes}")
     fits = tape_bytes <= free_bytes // 4
     limit = f"a quarter of the {free_bytes / GIB:.2f} GiB left for pages"
+    if fits and tape_bytes > free_bytes - asked_page_bytes:
+        fits, limit = (
+            False,
+            f"the {(free_bytes - asked_page_bytes) / GIB:.2f} GiB that the pages asked for leave",
+        )
     return Choice(name, fits, f"{sizes}, {'within' if fits else 'more than'} {limit}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -71,12 +72,23 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     free_bytes = None
     if device.value == "cuda":
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
-    tape = _choose_tape(config, spec, getattr(torch, dtype), torch.device(str(device.value)), free_bytes or 0)
-    if free_bytes is not None and tape.value:
-        free_bytes = max(free_bytes - tape_bytes(spec, config.page_size), 0)
     facts = ModelFacts(
         spec.dtype, spec.max_position_embeddings, spec.default_model_len, spec.kv_values_per_token
     )
+    asked_pages = (config.num_pages or 0) * page_bytes(dtype, config.page_size, facts)
+    obstacle = tape_obstacle(spec, config.page_size, getattr(torch, dtype), torch.device(str(device.value)))
+    copied_bytes = 0 if obstacle else tape_bytes(spec, config.page_size)
+    tape = choose_weight_tape(
+        config.weight_tape,
+        obstacle=obstacle,
+        tape_bytes=copied_bytes,
+        free_bytes=free_bytes or 0,
+        asked_page_bytes=asked_pages or config.kv_cache_memory_bytes or 0,
+    )
+    held = f"the weights ({weight_bytes / GIB:.2f} GiB)"
+    if free_bytes is not None and tape.value:
+        free_bytes = max(free_bytes - copied_bytes, 0)
+        held += f", their second copy ({copied_bytes / GIB:.2f} GiB, weight_tape)"
     resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
     choices = tuple(device if choice.name == "device" else choice for choice in choices)
     fused = choose_fused_cpu_decode(
@@ -96,9 +108,10 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     needed = resolved.num_pages * page_bytes(dtype, resolved.page_size, facts)
     if is_known and needed > limit:
         raise ConfigError(
-            f"the page pool needs {needed / GIB:.2f} GiB ({resolved.num_pages} pages), but beside the "
-            f"weights ({weight_bytes / GIB:.2f} GiB) {max(limit, 0) / GIB:.2f} GiB are available",
-            hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len",
+            f"the page pool needs {needed / GIB:.2f} GiB ({resolved.num_pages} pages), but beside "
+            f"{held} and a step's activations {max(limit, 0) / GIB:.2f} GiB are available",
+            hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len"
+            + (", or set weight_tape=False" if tape.value else ""),
         )
     return EnginePlan(checkpoint, resolved, (*choices, tape, fused), weight_bytes)
 
@@ -150,14 +163,6 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
 
 
-def _choose_tape(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, free_bytes: int
-) -> Choice:
-    obstacle = tape_obstacle(spec, config.page_size, dtype, device)
-    size = 0 if obstacle else tape_bytes(spec, config.page_size)
-    return choose_weight_tape(config.weight_tape, obstacle=obstacle, tape_bytes=size, free_bytes=free_bytes)
-
-
 def _make_tape(
     spec: ModelSpec,
     weights: ModelWeights,
@@ -166,10 +171,10 @@ def _make_tape(
     state: SlotState,
     sampler: Sampler,
 ) -> list[DecodeStepper]:
-    """The weight tape, or nothing where its kernel does not compile."""
+    """The weight tape, or nothing where its kernel does not compile or its memory is not to be had."""
     try:
         return [TapeDecode(spec, weights, cos_sin, kv_cache, state, sampler.temperature)]
-    except CudaKernelError as error:
+    except (CudaKernelError, torch.cuda.OutOfMemoryError) as error:
         warnings.warn(
             f"the weight tape cannot run here, slower kernels take its place: {error}",
             RuntimeWarning,
@@ -191,6 +196,9 @@ def _available_bytes() -> int:
 def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, weight_bytes: int) -> int:
     """GPU memory left for pages: the share we may use, less what is taken, the weights and a step's
     buffers."""
+    # What an engine of this process that was closed has left in torch's cache is free, too.
+    gc.collect()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     tokens = config.max_num_batched_tokens or 8192
     rows = max(config.max_num_seqs or 256, PROMPT_LOGPROBS_ROWS)

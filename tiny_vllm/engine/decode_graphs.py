@@ -102,6 +102,7 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # One graph runs at a time and its result is copied before the next replay: they share their memory.
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What another engine's thread does meanwhile is not this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = self._step(padded.tensor, context, with_draw)
         return _Graph(graph, result)

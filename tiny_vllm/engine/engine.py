@@ -265,7 +265,10 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDead(f"the engine has stopped: {self._failure}", hint="create a new one; after a CUDA error, in a new process")
+            raise EngineDead(
+                f"the engine has stopped: {self._failure}",
+                hint="create a new one; after a CUDA error, in a new process",
+            )
 
     def _check_request(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)

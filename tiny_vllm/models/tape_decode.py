@@ -11,9 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture
+from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, shared_memory_limit
 from tiny_vllm.kernels.slot_inputs import SlotState
-from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, TapeLayout, TapeShape, token_buckets, unsupported
+from tiny_vllm.kernels.weight_tape.layout import (
+    NUM_BLOCKS,
+    SHARED_BYTES,
+    TapeLayout,
+    TapeShape,
+    token_buckets,
+    unsupported,
+)
 from tiny_vllm.kernels.weight_tape.pack import TapeMatrices, pack_tape
 from tiny_vllm.kernels.weight_tape.step import TapeModel, TapeStep, compile_step
 from tiny_vllm.models.kv_cache import KVCache
@@ -45,6 +52,9 @@ def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: t
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     if num_processors < NUM_BLOCKS:
         return f"the GPU has {num_processors} multiprocessors of {NUM_BLOCKS} needed"
+    available = shared_memory_limit(device)
+    if available < SHARED_BYTES:
+        return f"a block of the GPU has {available} bytes of shared memory of {SHARED_BYTES} needed"
     if dtype != torch.bfloat16:
         return f"the weights are {dtype}, not bfloat16"
     return spec_obstacle(spec, page_size)
@@ -70,7 +80,7 @@ class TapeDecode:
     """Decode steps of up to `max_rows` slots: a `DecodeStepper`.
 
     weights: plain matrices, BF16. cos_sin: see `rope_table`. state, temperature: columns of the slot tables.
-    Raises CudaKernelError if a kernel cannot be compiled or loaded here.
+    Raises CudaKernelError if a kernel cannot be compiled or loaded here, before it takes memory.
     """
 
     def __init__(
@@ -83,10 +93,12 @@ class TapeDecode:
         temperature: Tensor,
     ) -> None:
         self.layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
-        self._buckets = token_buckets(self.layout.shape)
+        num_slots = temperature.shape[0]
+        buckets = token_buckets(self.layout.shape)
+        # No bucket beyond the first that holds all slots.
+        self._buckets = tuple(bucket for bucket in buckets if bucket < 2 * num_slots)
         self._state = state
         self._temperature = temperature
-        # Before the tape is written: what cannot run should not take its memory.
         with ThreadPoolExecutor(len(self._buckets)) as pool:
             functions = pool.map(
                 lambda bucket: compile_step(self.layout, bucket, temperature.device), self._buckets

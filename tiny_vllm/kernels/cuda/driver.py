@@ -122,7 +122,7 @@ def load_function(cubin: bytes, name: str, *, shared_bytes: int, device: torch.d
             driver.cuModuleGetFunction(ctypes.byref(handle), module, name.encode()),
             f"the binary has no kernel {name}",
         )
-        available = _shared_memory_limit(device)
+        available = shared_memory_limit(device)
         if shared_bytes > available:
             raise DriverError(
                 f"the kernel {name} needs {shared_bytes} bytes of shared memory per block, "
@@ -151,11 +151,12 @@ def _context(device: torch.device) -> Iterator[None]:
         driver.cuCtxPopCurrent_v2(ctypes.byref(context))
 
 
-def _shared_memory_limit(device: torch.device) -> int:
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one block can have."""
+    torch.cuda.init()
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
     value = ctypes.c_int()
-    status = _driver().cuDeviceGetAttribute(
-        ctypes.byref(value), MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device.index
-    )
+    status = _driver().cuDeviceGetAttribute(ctypes.byref(value), MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ordinal)
     _check(status, f"the shared memory of {device} is unknown")
     return value.value
 

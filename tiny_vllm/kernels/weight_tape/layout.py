@@ -3,8 +3,8 @@
 Every matrix [rows, columns] is cut into units of 8 rows, dealt out evenly to CTAS blocks, and each unit
 into KB chunks of CK columns, a multiple of 256 and at most 1024, so that a chunk is at most 16 KB. Both are
 padded with zeros: `TapeLayout.overhead` says by how much. Inside a chunk come 4 quarters of the columns
-(one per warp), in a quarter blocks of 32 columns, in a block the 8 rows: what a warp loads at once lies
-together.
+(one per warp), and in a quarter its two halves side by side, 32 columns of each, so that what a warp loads at
+once lies together; `pack.pack_matrix` has the whole order.
 
 A unit of gate and up holds 4 rows of gate and the 4 rows of up that belong to them.
 """
@@ -24,6 +24,7 @@ XS_PADDING = 64
 MAX_OVERHEAD = 0.08
 MAX_PART_FLOATS = 16_384
 MAX_STAGES = 12
+NUM_CONSUMERS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +148,11 @@ def splits(shape: TapeShape, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How a block's shared memory is used for one number of tokens: ring stages, columns of the input
-    vectors held
-    at a time, floats of partial sums, bytes in all."""
+    """How a block's shared memory is used for one number of tokens.
+
+    stages: of the ring. xs_columns: of the input vectors, held at a time. part_floats: of partial sums.
+    shared_bytes: in all.
+    """
 
     stages: int
     xs_columns: int
@@ -168,6 +171,8 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
         *(m.units * m.part_floats(tokens) for m in (layout.qkv, layout.output, layout.down)),
         *(4 * m.part_floats(tokens) for m in (layout.gate_up, layout.lm_head)),
     )
+    if layout.output.units * UNIT_ROWS * tokens > NUM_CONSUMERS:
+        return None  # a thread keeps one residual
     fixed = tokens * (columns * 2 + XS_PADDING) + part * 4 + _small_bytes(shape, tokens)
     stages = (SHARED_BYTES - fixed) // CHUNK_BYTES // 4 * 4
     if stages < 4:
@@ -188,7 +193,7 @@ def _down_columns(layout: TapeLayout, least: int, tokens: int) -> int:
         return max(whole, least)
     # A pass must be a whole number of rounds of the four warp groups.
     step = next(k for k in (1, 2, 4) if k * down.units % 4 == 0) * down.chunk_columns
-    return max(least, budget // (2 * tokens) // step * step, step)
+    return max(budget // (2 * tokens) // step, _ceil_div(least, step)) * step
 
 
 def _small_bytes(shape: TapeShape, tokens: int) -> int:

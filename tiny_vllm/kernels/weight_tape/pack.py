@@ -13,9 +13,8 @@ from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, UNIT_ROWS, MatrixLa
 
 @dataclass(frozen=True, slots=True)
 class TapeMatrices:
-    """One layer's: qkv [qkv_size, hidden], output [hidden, q_size], gate_up [2 * intermediate, hidden]
-    (rows of
-    gate first), down [hidden, intermediate]."""
+    """One layer's: qkv [qkv_size, hidden], output [hidden, q_size], gate_up [2 * intermediate, hidden], rows
+    of gate first, down [hidden, intermediate]."""
 
     qkv: Tensor
     output: Tensor
@@ -24,7 +23,8 @@ class TapeMatrices:
 
 
 def pack_tape(layout: TapeLayout, layers: Iterable[TapeMatrices], lm_head: Tensor) -> Tensor:
-    """The tape [values] BF16, on the device of lm_head [vocab, hidden]. Needs one matrix's memory besides."""
+    """The tape [values] BF16, on the device of lm_head [vocab, hidden]. A matrix whose rows must be padded
+    or interleaved needs its memory once more for a moment."""
     tape = torch.empty(layout.num_bytes // 2, dtype=torch.bfloat16, device=lm_head.device)
     start = 0
     for layer in layers:
@@ -51,7 +51,8 @@ def _interleave(gate_up: Tensor) -> Tensor:
 
 def _append(tape: Tensor, start: int, layout: MatrixLayout, rows: Tensor) -> int:
     end = start + layout.num_values
-    tape[start:end] = pack_matrix(layout, rows)
+    ordered = _in_order(layout, rows)
+    tape[start:end].view(ordered.shape).copy_(ordered)
     return end
 
 
@@ -61,17 +62,22 @@ def pack_matrix(layout: MatrixLayout, rows: Tensor) -> Tensor:
     In a chunk of one block: quarter of the columns, 32 columns of each half of the quarter, 16-byte word,
     row, lane of four, pair of columns, half, column of the pair.
     """
+    return _in_order(layout, rows).reshape(-1)
+
+
+def _in_order(layout: MatrixLayout, rows: Tensor) -> Tensor:
+    """A view of the padded rows with one dimension for each step of the order."""
     num_units = NUM_BLOCKS * layout.units
     missing_rows = num_units * UNIT_ROWS - rows.shape[0]
     missing_columns = layout.num_column_chunks * layout.chunk_columns - rows.shape[1]
-    padded = _pad(rows, missing_rows, missing_columns)
+    padded = _pad(rows, missing_rows, missing_columns).contiguous()
     # block, unit, row | column chunk, quarter, half, 32 columns, lane, word, pair, column of the pair
     blocks = layout.chunk_columns // 256
     whole = padded.view(
         NUM_BLOCKS, layout.units, UNIT_ROWS, layout.num_column_chunks, 4, 2, blocks, 4, 2, 2, 2
     )
     outer = (1, 3) if layout.by_unit else (3, 1)
-    return whole.permute(*outer, 0, 4, 6, 8, 2, 7, 9, 5, 10).reshape(-1)
+    return whole.permute(*outer, 0, 4, 6, 8, 2, 7, 9, 5, 10)
 
 
 def _pad(rows: Tensor, num_rows: int, num_columns: int) -> Tensor:

@@ -2,18 +2,20 @@
 
     last tokens of 1 to 8 slots -> next tokens, written to the slot tables;  or their logits
 
-`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens, when first
-needed. Formulas are those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32
-accumulation; the residual stays in FP32. A step reads every weight once: its time is that of reading the
-tape and the K/V of the contexts, plus what the exchanges between blocks cost beyond what the ring hides.
+`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens. Formulas are
+those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32 accumulation; the residual
+stays in FP32. A step reads every weight once: its time is that of reading the tape and the K/V of the
+contexts, plus what the exchanges between blocks cost beyond what the ring hides.
 
-Rejected: flags and fences between phases (an exchange costs twice as much), a grid-wide barrier (more),
-weights through plain loads (the stream then waits for every exchange). Measurements: LOG.md.
+Rejected: flags beside the data, which cost a fence and one more round trip per exchange; a barrier of all
+blocks, which also waits for those whose results a block does not need; weights through plain loads, whose
+stream stops at every exchange. Measurements: LOG.md.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,10 @@ NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
 # Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal.
 WINDOW = 3
+# A wait of this long inside the kernel ends it with an error.
+WATCHDOG_SECONDS = 4
+# Epochs are 32-bit numbers; buffers start anew long before they come round.
+MAX_EPOCHS = 2**31
 # Contexts shorter than this are gone through by every block of a (token, KV head) pair.
 DIRECT_LIMIT = 512
 
@@ -94,11 +100,12 @@ def source() -> str:
 def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
     """What `tape.cu` is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
-    return {**defines(layout, tokens), **noise}
+    return {**defines(layout, tokens), **noise, "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull"}
 
 
+@functools.cache
 def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaFunction:
-    """The kernel for one bucket of tokens. Raises CompileError or DriverError."""
+    """The kernel for one bucket of tokens, loaded once per process. Raises CompileError or DriverError."""
     plan = plan_block(layout, tokens)
     assert isinstance(plan, BlockPlan)
     cubin = compile_cubin(source(), name="tape", defines=macros(layout, tokens), arch=architecture(device))
@@ -127,9 +134,10 @@ class TapeStep:
         self.slots = torch.full((tokens,), temperature.shape[0], dtype=torch.int64, device=device)
         self.tokens = torch.empty(tokens, dtype=torch.int64, device=device)
         self.logits = torch.empty(tokens, shape.vocab_size, dtype=torch.float32, device=device)
-        # No word carries a valid epoch at first; epochs begin with 1.
-        self._exchange = torch.full((exchange_words(shape, tokens),), -1, dtype=torch.int32, device=device)
-        self._epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
+        self._exchange = torch.empty(exchange_words(shape, tokens), dtype=torch.int32, device=device)
+        self._epochs = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=device)
+        self._num_layers = shape.num_layers
+        self._clear_exchange()
         self._kept = (model, state, temperature)
 
         def address(tensor: Tensor | None) -> int | None:
@@ -169,20 +177,30 @@ class TapeStep:
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
-        self.local_bytes = function.local_bytes
 
     def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
         """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
 
     def draw(self, *, stores_logits: bool = False) -> None:
-        """Enqueue a step of `slots`: next tokens into `tokens` and the slot tables."""
-        self.parameters.logits = self.logits.data_ptr() if stores_logits else None
-        self.parameters.draw = 1
-        self._launch.launch()
+        """Enqueue a step of `slots`: next tokens into `tokens` and the slot tables. stores_logits: into
+        `logits` as well."""
+        self._enqueue(draw=1, logits=stores_logits)
 
     def compute_logits(self) -> None:
         """Enqueue a step of `slots` that writes `logits` and leaves the slot tables as they are."""
-        self.parameters.logits = self.logits.data_ptr()
-        self.parameters.draw = 0
+        self._enqueue(draw=0, logits=True)
+
+    def _enqueue(self, *, draw: int, logits: bool) -> None:
+        if self._steps_left == 0:
+            self._clear_exchange()
+        self._steps_left -= 1
+        self.parameters.logits = self.logits.data_ptr() if logits else None
+        self.parameters.draw = draw
         self._launch.launch()
+
+    def _clear_exchange(self) -> None:
+        """No word carries a valid epoch then, and no vector has arrived; epochs begin with 1."""
+        self._exchange.fill_(-1)
+        self._epochs.zero_()
+        self._steps_left = MAX_EPOCHS // self._num_layers

@@ -20,14 +20,17 @@
 // turns of layers. A block empties its part of the other buffer in the middle of a layer, see Cleaner; it
 // does so behind a fence before it publishes the layer's last vector, and only blocks that have taken that go
 // on to fill the emptied buffer. Partial attention results and the draw's candidates, which not every step
-// writes, carry an FP32 value and a 32-bit epoch instead.
+// writes, carry an FP32 value and a 32-bit epoch instead. This goes beyond what the PTX memory model promises
+// (16-bit stores are read by wider loads, and readers have no fence of their own): it relies on Hopper's L2
+// being where relaxed stores become visible and relaxed loads look.
 //
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
 // pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
 // context, and one more exchange combines. Scores and values are tensor-core products whose registers come
 // straight from the pages.
 //
-// Every wait gives up after WATCHDOG_NS with a trap: an error for the host instead of a hang.
+// Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
+// instead of a hang.
 // The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py.
 
 typedef unsigned char u8;
@@ -38,7 +41,6 @@ typedef long long i64;
 
 #define DEV __device__ __forceinline__
 
-constexpr u64 WATCHDOG_NS = 4000000000ull;
 constexpr int CONSUMERS = 512;
 constexpr int GROUP = HEADS / KV_HEADS;
 // SPLITS: blocks per (token, KV head), a power of two.
