@@ -31,9 +31,10 @@ understood. `tiny-vllm info --model MODEL` prints what was understood without lo
 
 PATHS = """\
 **Steps.** *fused* families decode by one compiled function on a CPU and by one chain of kernels, captured as
-a CUDA graph, on a GPU. *by operator* families go through `models/decoder.py` operator by operator, where soft
-caps and attention sinks are computed by the reference in torch. A window as long as the model's context is
-no window; one as long as `max_model_len` hides nothing, but its model goes by operator all the same.
+a CUDA graph, on a GPU. *chain on a GPU*: the chain there, and operator by operator on a CPU. *by operator*
+families go through `models/decoder.py` operator by operator on both. A window as long as the model's context
+is no window; one as long as `max_model_len` hides nothing, but on a CPU its model goes by operator all the
+same.
 """
 
 LONG_ROPE = """\
@@ -103,9 +104,12 @@ def step(family: Family) -> str:
     config: dict[str, Any] = {"architectures": list(family.architectures)}
     if family.windows is windows_everywhere:
         config["sliding_window"] = None
-    if not spec_from_hf_config(config).fits_decode_chain:
+    spec = spec_from_hf_config(config)
+    if not spec.fits_decode_chain:
         return "by operator"
-    return "fused, by operator with windows" if family.windows else "fused"
+    if not spec.fits_fused_cpu_decode:
+        return "chain on a GPU"
+    return "fused, chain on a GPU with windows" if family.windows else "fused"
 
 
 def cases_of(family: Family) -> list[str]:

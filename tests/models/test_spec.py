@@ -31,6 +31,7 @@ BEYOND_LLAMA: dict[str, dict[str, Any]] = {
     "norms on both": dict(norm_placement="both"),
     "norm offset": dict(norm_offset=1.0),
     "norm of heads": dict(qk_norm="head"),
+    "norm over all heads": dict(qk_norm="whole"),
     "scale": dict(attention_scale=0.1),
     "soft cap of scores": dict(attention_softcap=50.0),
     "sinks": dict(attention_sinks=True),
@@ -47,7 +48,8 @@ BEYOND_LLAMA: dict[str, dict[str, Any]] = {
 def test_the_fast_paths_take_no_family_whose_traits_they_lack(trait: str) -> None:
     spec = replace(LLAMA, **BEYOND_LLAMA[trait])
     assert not spec.fits_fused_cpu_decode
-    assert not spec.fits_decode_chain
+    assert not spec.fits_weight_tape
+    assert spec.fits_decode_chain == (trait not in ("norms on outputs", "norm over all heads"))
 
 
 @pytest.mark.parametrize(
