@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine.build import _free_gpu_bytes
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 ROPE = RopeSpec(theta=1e4, rotary_dim=16)
@@ -89,3 +92,20 @@ def test_dense_layers_have_no_experts() -> None:
 def test_scalings_that_change_all_positions_keep_to_the_original_length_unasked(scaling: Any) -> None:
     rope = replace(ROPE, scaling=scaling, original_max_position_embeddings=64)
     assert replace(LLAMA, rope=rope).default_model_len == 64
+
+
+def test_a_mixture_is_as_wide_as_the_experts_a_token_picks() -> None:
+    experts = ExpertsSpec(num_experts=8, num_active=3, intermediate_size=10)
+    assert LLAMA.widest_intermediate_size == 96
+    assert replace(LLAMA, experts=experts).widest_intermediate_size == 30
+    dense = replace(experts, dense_layers=(0,))
+    assert replace(LLAMA, experts=dense).widest_intermediate_size == 96
+
+
+def test_memory_for_a_step_follows_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left for pages, on a GPU of 10 GiB: less by the picked experts' values and FP32 outputs."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 10 << 30))
+    config = EngineConfig(model="any", max_num_batched_tokens=1000, max_num_seqs=4)
+    experts = ExpertsSpec(num_experts=8, num_active=4, intermediate_size=50)
+    dense, mixed = (_free_gpu_bytes(config, spec, 2, 0) for spec in (LLAMA, replace(LLAMA, experts=experts)))
+    assert dense - mixed == 1000 * (3 * (4 * 50 - 96) * 2 + 4 * 64 * 4)

@@ -36,6 +36,7 @@ from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
+from tiny_vllm.models.experts import MAX_PICKS
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.tape_decode import TapeDecode, tape_bytes, tape_obstacle
@@ -205,8 +206,11 @@ def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, wei
     # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three
     # copies.
     activations = (
-        tokens * (4 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size) * value_bytes
+        tokens * (4 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.widest_intermediate_size) * value_bytes
     )
+    if spec.experts is not None:
+        # The outputs of picked experts, before they are summed.
+        activations += min(tokens * spec.experts.num_active, MAX_PICKS) * spec.hidden_size * 4
     activations += 3 * rows * spec.vocab_size * 4
     left = int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - activations
     if left <= 0 and config.kv_cache_memory_bytes is None and config.num_pages is None:

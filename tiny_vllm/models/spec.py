@@ -172,6 +172,14 @@ class ModelSpec:
         return is_plain_attention and is_plain_stream and self.activation == "silu" and self.experts is None
 
     @property
+    def widest_intermediate_size(self) -> int:
+        """Values between the products of one token's MLP: of all experts it picks, where those are more."""
+        if self.experts is None:
+            return self.intermediate_size
+        picked = self.experts.num_active * self.experts.intermediate_size
+        return max(picked, self.intermediate_size) if self.experts.dense_layers else picked
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
