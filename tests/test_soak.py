@@ -46,7 +46,7 @@ class Scale:
     num_waves: int
 
 
-CPU = Scale("cpu", num_slots=64, head_dim=16, num_pages=276, num_requests=330, num_waves=3)
+CPU = Scale("cpu", num_slots=64, head_dim=16, num_pages=250, num_requests=330, num_waves=3)
 GPU = Scale("cuda", num_slots=256, head_dim=64, num_pages=1250, num_requests=1200, num_waves=2)
 
 
@@ -58,6 +58,7 @@ class Work:
     max_tokens: int
     num_choices: int
     priority: int
+    stop_token_ids: tuple[int, ...]
     solo: tuple[int, ...]
 
 
@@ -141,11 +142,14 @@ def draw_work(path: str, scale: Scale) -> list[Work]:
             shared = rng.choice(prefixes)[: rng.choice([0, rng.randrange(LONGEST_PROMPT - 8)])]
             prompt = shared + random_tokens(rng, rng.randrange(1, 9))
             max_tokens = rng.randrange(1, LONGEST_OUTPUT)
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, detokenize=False)
+            stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 12])))
+            params = SamplingParams(
+                temperature=0, max_tokens=max_tokens, stop_token_ids=stops, logprobs=2, detokenize=False
+            )
             (choice,) = llm.generate(list(prompt), params, use_tqdm=False)[0].outputs
             if all(margin(position) > MARGIN for position in choice.logprobs or ()):
                 num_choices, priority = rng.choice([1, 1, 1, 2]), rng.randrange(3)
-                work.append(Work(prompt, max_tokens, num_choices, priority, tuple(choice.token_ids)))
+                work.append(Work(prompt, max_tokens, num_choices, priority, stops, tuple(choice.token_ids)))
     return work
 
 
@@ -201,7 +205,12 @@ class Soak:
 
     def add(self, number: int) -> None:
         item = self.work[number]
-        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, n=item.num_choices)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=item.max_tokens,
+            stop_token_ids=item.stop_token_ids,
+            n=item.num_choices,
+        )
         self.engine.add(Request(str(number), item.prompt, params, self.engine.clock(), item.priority))
 
     def assert_all_as_alone(self) -> None:
@@ -272,7 +281,12 @@ def test_a_solo_run_depends_on_all_of_its_context(cpu_work: tuple[str, list[Work
     with LLM(path, dtype="float32", max_num_seqs=1, num_pages=16, fused_cpu_decode=False) as llm:
         for item in long:
             changed = [3 if item.prompt[0] != 3 else 4, *item.prompt[1:]]
-            params = SamplingParams(temperature=0, max_tokens=item.max_tokens, detokenize=False)
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=item.max_tokens,
+                stop_token_ids=item.stop_token_ids,
+                detokenize=False,
+            )
             (choice,) = llm.generate(changed, params, use_tqdm=False)[0].outputs
             assert tuple(choice.token_ids) != item.solo
     assert len(long) == 10
