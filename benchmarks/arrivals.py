@@ -77,14 +77,12 @@ def make_items(count: int, vocab_size: int, scale: float, seed: int) -> list[Wor
     return items
 
 
-def with_long_prompts(
-    items: Sequence[WorkItem], seconds: float, args: argparse.Namespace, vocab_size: int
-) -> list[WorkItem]:
+def with_long_prompts(items: Sequence[WorkItem], args: argparse.Namespace, vocab_size: int) -> list[WorkItem]:
     """The same with a long prompt every long_every seconds, in the order of arrival."""
     rng = random.Random(args.seed)
     long = []
     arrival = args.long_every / 2
-    while arrival < seconds:
+    while arrival < args.seconds:
         prompt = tuple(rng.choices(range(vocab_size), k=args.long_prompt_len))
         long.append(WorkItem(prompt, LONG_OUTPUT_LEN, LONG, arrival))
         arrival += args.long_every
@@ -108,7 +106,7 @@ def measure(
     """One row: a process of `rate` requests per second for args.seconds."""
     count = max(round(rate * args.seconds), 4)
     items = arrive(make_items(count, vocab_size, args.length_scale, args.seed), rate, args.seed)
-    items_and_long = with_long_prompts(items, items[-1].arrival, args, vocab_size)
+    items_and_long = with_long_prompts(items, args, vocab_size)
     result = run_load(engine, items_and_long, temperature=0.0, salt=salt)
     stalls = stalls_during_long_prompts(result)
     urgent = [request for request in result.requests if request.item.priority == URGENT]
