@@ -10,6 +10,7 @@ from tests.helpers.tiny_families import CASES, COMMON
 from tests.models.reference import PagedDecoder
 from tiny_vllm.models.hf_config import spec_from_hf_config
 from tiny_vllm.models.spec import ModelSpec
+from tiny_vllm.models.weights import ModelWeights
 from tiny_vllm.weights.checkpoint import Checkpoint
 from tiny_vllm.weights.load import load_weights
 
@@ -25,7 +26,7 @@ def spec_of_case(case: str) -> ModelSpec:
     return spec_from_hf_config({**COMMON, **options, "architectures": [name]})
 
 
-def logits_on(spec: ModelSpec, device: str, dtype: torch.dtype) -> Tensor:
+def make_weights(spec: ModelSpec, device: str = "cpu", dtype: torch.dtype = torch.float32) -> ModelWeights:
     checkpoint = Checkpoint(
         name="tiny",
         spec=spec,
@@ -35,7 +36,11 @@ def logits_on(spec: ModelSpec, device: str, dtype: torch.dtype) -> Tensor:
         tensor_names={},
         tokenizer=None,
     )
-    weights = load_weights(checkpoint, dtype=dtype, device=device, seed=1)
+    return load_weights(checkpoint, dtype=dtype, device=device, seed=1)
+
+
+def logits_on(spec: ModelSpec, device: str, dtype: torch.dtype) -> Tensor:
+    weights = make_weights(spec, device, dtype)
     paged = PagedDecoder(spec, weights, page_size=16, dtype=dtype, device=device)
     tokens = torch.randint(spec.vocab_size, (PROMPT_LEN,), generator=torch.Generator().manual_seed(0))
     sequence = paged.add(tokens.tolist(), max_len=PROMPT_LEN)
@@ -68,3 +73,21 @@ def test_a_gpu_computes_what_the_cpu_computes(case: str) -> None:
 def test_the_cases_need_no_transformers_to_become_specs(case: str) -> None:
     logits = logits_on(spec_of_case(case), "cpu", torch.float32)
     assert logits.shape == (PROMPT_LEN, COMMON["vocab_size"]) and logits.isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["paged_decode_attention", "prefill_attention"])
+def test_contexts_within_the_window_take_the_plain_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is several times as fast as the reference, which windows need beyond it."""
+    spec = spec_of_case("mistral")
+    assert spec.sliding_window == 16
+
+    def refuse(*args: object, **options: object) -> Tensor:
+        raise AssertionError("the reference")
+
+    paged = PagedDecoder(spec, make_weights(spec), page_size=16)
+    sequence = paged.add(list(range(20)), max_len=20)
+    monkeypatch.setattr(f"tiny_vllm.kernels.{path}.{path}_ref", refuse)
+    paged.step([], [(sequence, 15)])
+    paged.step([sequence], [])
+    with pytest.raises(AssertionError, match="the reference"):
+        paged.step([sequence], []) if path == "paged_decode_attention" else paged.step([], [(sequence, 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from tiny_vllm.kernels.prefill_attention import (
 )
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import RopeStep, prepare_rope, rope_and_cache
+from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.residual import ResidualJoin
@@ -43,22 +45,28 @@ class AttentionContexts:
 class AttentionStep:
     """What the attention of every layer shares in one step.
 
-    ropes: by table. plain, varied: contexts of layers without and with a window, soft cap or sinks.
+    ropes: by table. plain, varied: contexts of layers without and with a window, soft cap or sinks. longest:
+    tokens of the longest context, beyond which a window hides some; unknown on a GPU, hence infinite.
     """
 
     ropes: list[RopeStep]
     num_decodes: int
     plain: AttentionContexts
     varied: AttentionContexts
+    longest: float
 
 
 def prepare_attention(
-    batch: ForwardBatch, kv_cache: KVCache, tables: Sequence[Tensor], spec: ModelSpec, *, has_plain: bool
+    batch: ForwardBatch, kv_cache: KVCache, tables: Sequence[Tensor], spec: ModelSpec, *, plain_limit: float
 ) -> AttentionStep:
-    """tables: cosines and sines, see `rope_table`. has_plain: whether any layer reads `plain`."""
+    """tables: cosines and sines, see `rope_table`. plain_limit: the largest one of all layers."""
     num_kv_heads, page_size = spec.num_kv_heads, kv_cache.page_size
     plain = AttentionContexts([], [])
-    if has_plain:
+    longest = math.inf
+    if not runs_triton(batch.positions):
+        lens = torch.cat((batch.decode_context_lens, batch.prefill_context_lens))
+        longest = int(lens.max()) if len(lens) else 0
+    if longest <= plain_limit:
         plain = AttentionContexts(
             prepare_decode_attention(
                 batch.decode_page_table,
@@ -83,7 +91,7 @@ def prepare_attention(
             PagedChunks(batch.prefill_page_table, batch.prefill_query_starts, batch.prefill_context_lens)
         )
     ropes = [prepare_rope(table, batch.positions, batch.cells, num_kv_heads, page_size) for table in tables]
-    return AttentionStep(ropes, batch.num_decodes, plain, varied)
+    return AttentionStep(ropes, batch.num_decodes, plain, varied, longest)
 
 
 class Attention:
@@ -102,7 +110,10 @@ class Attention:
         self.window = window
         self.softcap = spec.attention_softcap
         self.sinks = None if weights.sinks is None else weights.sinks.float()
-        self.is_plain = window is None and self.softcap is None and self.sinks is None
+        self.plain_limit = math.inf if window is None else window
+        """Up to this context, in tokens, attention is plain: the paths for it are faster on a CPU."""
+        if self.softcap is not None or self.sinks is not None:
+            self.plain_limit = 0
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
         self.q_norm, self.k_norm = (
             None if norm is None else norm.float() + spec.norm_offset
@@ -132,9 +143,10 @@ class Attention:
         return torch.cat((q, k, v), -1)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        contexts = step.plain if self.is_plain else step.varied
+        is_plain = step.longest <= self.plain_limit
+        contexts = step.plain if is_plain else step.varied
         decode, prefill = (
-            partial(attend, window=self.window, softcap=self.softcap, sinks=self.sinks)
+            partial(attend, window=None if is_plain else self.window, softcap=self.softcap, sinks=self.sinks)
             for attend in (paged_decode_attention, prefill_attention)
         )
         if not contexts.decode:

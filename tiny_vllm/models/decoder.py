@@ -82,7 +82,7 @@ class Decoder:
                     window=window if window is not None and window < max_model_len else None,
                 )
             )
-        self._has_plain = any(layer.attention.is_plain for layer in self.layers)
+        self._plain_limit = max(layer.attention.plain_limit for layer in self.layers)
         self.final_norm = weights.final_norm.float() + spec.norm_offset
         self.lm_head = Linear(weights.lm_head)
         # Rounded to the model's type, as the embedding is.
@@ -101,7 +101,7 @@ class Decoder:
         return torch.cat((decoded, self._forward(batch.prefills(), kv_cache)))
 
     def _forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        step = prepare_attention(batch, kv_cache, self._tables, self.spec, has_plain=self._has_plain)
+        step = prepare_attention(batch, kv_cache, self._tables, self.spec, plain_limit=self._plain_limit)
         hidden = embedding(self.embedding, batch.token_ids)
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
