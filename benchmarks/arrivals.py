@@ -29,6 +29,7 @@ from typing import Any
 from tiny_vllm.cli.bench_load import LoadResult, latencies, percentile, run_load, spread, staggered, summarize
 from tiny_vllm.cli.bench_rows import RowReport, check_report_options, release_memory
 from tiny_vllm.cli.bench_workloads import (
+    LOG_NORMAL_LIMITS,
     LOG_NORMAL_OUTPUT,
     LOG_NORMAL_PROMPT,
     WorkItem,
@@ -134,9 +135,9 @@ def measure_capacity(engine: Engine, args: argparse.Namespace, vocab_size: int) 
 def engine_config(args: argparse.Namespace, case: dict[str, Any]) -> EngineConfig:
     page_size = 16
     mean_len = args.length_scale * (LOG_NORMAL_PROMPT[0] + LOG_NORMAL_OUTPUT[0]) * 1.8
-    needed = max(
-        POOL_SHARE * args.max_num_seqs * mean_len, 2 * args.long_prompt_len + args.max_num_seqs * page_size
-    )
+    # Whoever is alone must be able to end, and the longest of the others beside a long prompt.
+    longest = max(args.long_prompt_len + LONG_OUTPUT_LEN, 2 * LOG_NORMAL_LIMITS[1])
+    needed = max(POOL_SHARE * args.max_num_seqs * mean_len, 2 * longest)
     return EngineConfig(
         model=str(args.model),
         load_format="dummy",
