@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-GPU_TESTS = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+# Whole models of every family: minutes.
+SLOW = {"test_chain_families"}
+GPU_TESTS = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
+    for path in sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
+]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("path", GPU_TESTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", GPU_TESTS)
 def test_kernels_compute_what_their_references_do(path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
