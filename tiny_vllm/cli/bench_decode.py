@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tiny_vllm.llm import LLM
     from tiny_vllm.models.spec import ModelSpec
 
+SHARE_OF_FREE = 0.8
+"""Of free memory, what the pages of one measurement may take."""
 DEFAULT_BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 64), "cpu": (1, 2, 4, 8, 16)}
 OPTIONS = (
     *("batch_sizes", "contexts", "num_steps", "num_rounds"),
@@ -187,9 +189,11 @@ def _time_line(report: RowReport, model: DecodeModel, args: argparse.Namespace, 
         batch_size * (context + args.num_steps) * spec.kv_values_per_token * DTYPE_BYTES[config.dtype]
     )
     free_bytes = free_memory_bytes(config.device)
-    if free_bytes is not None and cache_bytes > 0.8 * free_bytes:
+    if free_bytes is not None and cache_bytes > SHARE_OF_FREE * free_bytes:
         report.skip(
-            f"keys and values take {cache_bytes / 1e9:.1f} GB of {free_bytes / 1e9:.1f} GB free", **line
+            f"keys and values take {cache_bytes / 1e9:.1f} GB, more than {SHARE_OF_FREE:.0%} of the "
+            f"{free_bytes / 1e9:.1f} GB that are free",
+            **line,
         )
         return
     workload = DecodeWorkload(model, batch_size, context, args.num_steps)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,6 +21,8 @@ from tiny_vllm.errors import ConfigError
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -32,9 +34,13 @@ def check_report_options(args: argparse.Namespace) -> None:
     """Refuse a file that cannot be written before anything is measured."""
     if args.json in (None, "-"):
         return
+    path = Path(args.json)
+    is_new = not path.exists()
     try:
-        with open(args.json, "a", encoding="utf-8"):
+        with path.open("a", encoding="utf-8"):
             pass
+        if is_new:  # nothing has been measured yet
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{args.json} cannot be written: {error.strerror}") from error
 
@@ -124,19 +130,21 @@ class RowReport:
         try:
             measure()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
             self.failures.append({**{key: str(value) for key, value in row.items()}, "error": text})
             self._say("  ".join(_cell(key, value) for key, value in row.items()) + f"  FAILED: {text}")
-            traceback.print_exc(file=sys.stderr)
+            logger.debug("the measurement failed", exc_info=True)
             self._write()
         finally:
             release_memory()
 
     def finish(self) -> int:
-        """Write JSON to stdout if it goes there. Returns the exit code: 1 if anything failed."""
+        """Write JSON to stdout if it goes there. Returns the exit code: 1 if anything failed, or all was
+        skipped."""
         if self._path == "-":
             print(json.dumps(self._content(), indent=1))
-        return 1 if self.failures else 0
+        measured = [row for row in self.rows if "skipped" not in row]
+        return 1 if self.failures or (self.rows and not measured) else 0
 
     def _say(self, text: str) -> None:
         print(text, file=self._out, flush=True)

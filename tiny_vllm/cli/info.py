@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
     print(title)
     for name, value in rows:
-        print(f"  {name:26} {value}")
+        print(f"  {name:31} {value}")
     print()
 
 
