@@ -14,8 +14,7 @@ from tiny_vllm.errors import ConfigError
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
 
 
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RowReport:
+def make_report(monkeypatch: pytest.MonkeyPatch) -> RowReport:
     monkeypatch.setattr(bench_rows, "measure_read_limit", lambda device: ReadLimit(1e10, "a guess", {}))
     spec = ModelSpec(
         family="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
@@ -37,8 +36,10 @@ def test_a_file_that_can_be_written_is_not_left_behind_empty(tmp_path: Path) -> 
 
 
 def test_a_measurement_that_fails_costs_one_line_and_the_exit_code(
-    report: RowReport, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    report = make_report(monkeypatch)
+
     def fail() -> None:
         raise RuntimeError("no memory\nand a long tale")
 
@@ -51,6 +52,7 @@ def test_a_measurement_that_fails_costs_one_line_and_the_exit_code(
     assert report.finish() == 1
 
 
-def test_nothing_but_skipped_lines_is_a_failure(report: RowReport) -> None:
+def test_nothing_but_skipped_lines_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = make_report(monkeypatch)
     report.skip("too large", measure="step")
     assert report.finish() == 1
