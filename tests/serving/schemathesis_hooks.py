@@ -11,5 +11,9 @@ import schemathesis
 def before_call(context: Any, case: Any, options: Any) -> None:
     """min_tokens is at most max_tokens."""
     body = case.body
-    if isinstance(body, dict) and type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
+    if not isinstance(body, dict):
+        return
+    value = body.get("min_tokens")
+    # 2.0 counts as 2.
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         case.body = {**body, "min_tokens": 0}
