@@ -63,11 +63,17 @@ def call(url: str, body: Any = None, **headers: str) -> tuple[int, Any]:
 
 
 def engine_processes(parent_id: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
-    )
-    lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
-    return [int(pid) for pid, ppid, args in lines if int(ppid) == parent_id and "engine_process" in args]
+    """From /proc: `ps` cuts its lines to $COLUMNS, wherever that is set."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (directory / "status").read_text()
+            command = (directory / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if f"\nPPid:\t{parent_id}\n" in status and "tiny_vllm.serving.engine_process" in command:
+            found.append(int(directory.name))
+    return found
 
 
 def test_a_server_answers_and_stops_on_sigterm_with_code_0(checkpoint: Path) -> None:
