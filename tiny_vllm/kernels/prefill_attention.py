@@ -256,38 +256,76 @@ def _attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float
 
 
 @jit
+def _key_rows(
+    page_table_ptr, kv_head, key, end,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where the keys' values begin in a cache, [BLOCK_N] int64; keys from `end` on are taken from page 0."""
+    page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=key < end, other=0).to(tl.int64)
+    return ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM
+
+
+@jit
+def _load_keys(
+    cache_ptr, rows, is_key, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_DIM]. Whole tiles of whole heads need no predicates."""
+    dims = tl.arange(0, BLOCK_DIM)
+    places = cache_ptr + rows[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(places, mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_DIM:
+        return tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(places)
+
+
+@jit
 def _attend_keys(
     q, maximum, total, output,
     k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax, in base 2, over keys start .. end; positions [BLOCK_M] are those of the rows of q."""
-    dims = tl.arange(0, BLOCK_DIM)
-    for tile_start in tl.range(start, end, BLOCK_N):
-        key = tile_start + tl.arange(0, BLOCK_N)
-        is_key = key < end
-        page = tl.load(page_table_ptr + key // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-        row = ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM
-        mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(k_cache_ptr + row[:, None] + dims[None, :], mask=mask, other=0.0)
-        values = tl.load(v_cache_ptr + row[:, None] + dims[None, :], mask=mask, other=0.0)
+    """Online softmax, in base 2, over keys start .. end; positions [BLOCK_M] are those of the rows of q.
 
-        scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], BLOCK_N), tl.float32)) * (scale * LOG2_E)
-        scores = cap_scores(scores, SOFTCAP)
+    Without MASKED, all rows see all these keys, and they are whole tiles."""
+    # Scores stay as the product left them; an exponent is then one multiply-add per score.
+    factor = scale * LOG2_E
+    key = start + tl.arange(0, BLOCK_N)
+    rows = _key_rows(page_table_ptr, kv_head, key, end, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    for _ in tl.range(start, end, BLOCK_N):
+        keys = _load_keys(k_cache_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED)
+        values = _load_keys(v_cache_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED)
+        # The next tile's page numbers are asked for a tile ahead: its loads need not wait for them.
+        next_key = key + BLOCK_N
+        rows = _key_rows(page_table_ptr, kv_head, next_key, end, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
+
+        scores = dot(q, tl.trans(keys), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if SOFTCAP > 0:
+            scores = cap_scores(scores * factor, SOFTCAP)
         if MASKED:
             is_visible = key[None, :] <= positions[:, None]
             if WINDOW > 0:
                 is_visible = is_visible & (key[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(is_visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # A window may hide a row's first tiles altogether; -inf - -inf would be NaN.
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - base[:, None])
+        if SOFTCAP == 0:
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        else:
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        base = new_maximum
+        if WINDOW > 0:
+            # A window may hide a row's first tiles altogether; -inf - -inf would be NaN.
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        if SOFTCAP == 0:
+            weights = tl.exp2(scores * factor - base[:, None])
+        else:
+            weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(maximum - base)
         total = total * shrink + tl.sum(weights, 1)
         output = dot(weights.to(values.dtype), values, output * shrink[:, None])
         maximum = new_maximum
+        key = next_key
     return maximum, total, output
 
 
@@ -315,10 +353,12 @@ def _prefill_attention_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """Grid (tiles, Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads. sinks_ptr may be None."""
+    """Grid (tiles * Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads. sinks_ptr may be None."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # The last tile of a sequence has the most keys. It comes first, and all heads take it at the same time, so
+    # that what the multiprocessors end with is short.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are
     # empty.
     index = tl.arange(0, BLOCK_SEQUENCES)
@@ -426,7 +466,7 @@ def attend_chunks(
     tiles = TILES_FP32 if q.dtype == torch.float32 else TILES_16_BIT
     block_m, block_n, num_warps, num_stages = next(tile for limit, tile in tiles if limit >= block_dim)
     output = torch.empty_like(q)
-    grid = (num_tokens // (block_m // group) + num_sequences, num_kv_heads)
+    grid = ((num_tokens // (block_m // group) + num_sequences) * num_kv_heads,)
     _prefill_attention_kernel[grid](
         output,
         q,
