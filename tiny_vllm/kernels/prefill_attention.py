@@ -355,7 +355,7 @@ def _prefill_attention_kernel(
 ):
     """Grid (tiles * Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads. sinks_ptr may be None."""
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    # The last tile of a sequence has the most keys. It comes first, and all heads take it at the same time, so
+    # The last tile of a sequence has the most keys. It comes first, all heads at the same time, so
     # that what the multiprocessors end with is short.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
