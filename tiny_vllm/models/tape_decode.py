@@ -15,6 +15,7 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, shared_mem
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.layout import (
     NUM_BLOCKS,
+    PAIRED_BUCKETS,
     SHARED_BYTES,
     TapeLayout,
     TapeShape,
@@ -91,6 +92,8 @@ class TapeDecode:
         kv_cache: KVCache,
         state: SlotState,
         temperature: Tensor,
+        *,
+        paired_buckets: tuple[int, ...] = PAIRED_BUCKETS,
     ) -> None:
         self.layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
         num_slots = temperature.shape[0]
@@ -101,7 +104,10 @@ class TapeDecode:
         self._temperature = temperature
         with ThreadPoolExecutor(len(self._buckets)) as pool:
             functions = pool.map(
-                lambda bucket: compile_step(self.layout, bucket, temperature.device), self._buckets
+                lambda bucket: compile_step(
+                    self.layout, bucket, temperature.device, is_paired=bucket in paired_buckets
+                ),
+                self._buckets,
             )
             self._functions = dict(zip(self._buckets, functions, strict=True))
         self._model = _tape_model(self.layout, spec, weights, cos_sin, kv_cache)
