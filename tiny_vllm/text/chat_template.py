@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_vllm.errors import RequestError
 
 Message = Mapping[str, Any]
+
+ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
+"""Some templates put the role between the parts of a control token, so it must not have parts of its own."""
 
 
 class ChatTemplate:
@@ -87,6 +91,10 @@ class ChatTemplate:
             )
         if not isinstance(role, str) or not role:
             raise RequestError(f"messages[{place}] has role {role!r:.80}, but needs one", hint='use "user"')
+        if not ROLE.fullmatch(role):
+            raise RequestError(
+                f"messages[{place}] has role {role!r:.80}, which is no name", hint='use "user"'
+            )
         if content is None:
             if not message.get("tool_calls"):
                 raise RequestError(f"messages[{place}] has no content", hint="content is a string")

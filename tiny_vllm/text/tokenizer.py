@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from tiny_vllm.errors import RequestError
-from tiny_vllm.text.chat_template import ChatTemplate
+from tiny_vllm.text.chat_template import ChatTemplate, Message
 from tiny_vllm.text.detokenizer import Detokenizer
 from tiny_vllm.text.pieces import pieces_of
+from tiny_vllm.text.special_text import SpecialText, map_strings, strings_in
 
 LONG_TEXT = 20_000
 """Characters from which on a call with more overhead, which takes half as long for each, is faster."""
@@ -46,7 +49,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        start = backend.encode("").ids[:1]
+        self._added_around = _added_around(backend)
+        start = self._added_around[0][:1]
         letter = backend.encode("a", add_special_tokens=False).ids
         self._adds_space = bool(letter) and self.token_bytes(letter[0]).startswith(b" ")
         self.adds_bos = self.bos_token_id is not None and start == [self.bos_token_id]
@@ -60,18 +64,48 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of a text.
 
         add_special_tokens: add what the tokenizer adds to a prompt, usually BOS. A text that already begins
         with the BOS token does not get a second one, so a rendered conversation may be passed as it is.
-        Raises RequestError for anything that is not Unicode text.
+        parse_special_tokens: take control tokens that are written out in the text as such, as Hugging Face
+        and vLLM do; otherwise they are plain text. Raises RequestError for anything that is not Unicode text.
         """
         _check_text(text)
+        if not parse_special_tokens and self._special_text.is_in(text):
+            before, after = self._added_around if add_special_tokens else ([], [])
+            return [*before, *self._special_text.encode(text), *after]
         ids = self._ids(text, add_special_tokens)
         if add_special_tokens and self.adds_bos and ids[1:2] == [self.bos_token_id]:
             del ids[0]
         return ids
+
+    def encode_messages(
+        self, messages: Sequence[Message], *, parse_special_tokens: bool = False, **options: Any
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and as token ids.
+
+        Control tokens are those that the chat template writes. One that a client writes into a message, a
+        tool or a variable is plain text, unless parse_special_tokens. options: see ChatTemplate.render.
+        Raises RequestError if there is no template, and for what cannot be rendered.
+        """
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template", hint="send a prompt as text")
+        given = [messages, options.get("tools"), options.get("variables")]
+        texts = list(strings_in(given))
+        for text in texts:
+            _check_text(text)
+        marking = None if parse_special_tokens else self._special_text.marking(texts)
+        if marking is None:
+            text = self.chat_template.render(messages, **options)
+            return text, self.encode_chat(text)
+        mark, put = marking
+        messages, options["tools"], options["variables"] = (map_strings(value, put) for value in given)
+        marked = self.chat_template.render(messages, **options)
+        return marked.replace(mark, ""), self._with_bos(self._special_text.encode(marked, mark))
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered conversation: one BOS if the tokenizer adds BOS, whoever writes it.
@@ -79,11 +113,7 @@ class Tokenizer:
         Only BOS is added: an end-of-sequence token after the prompt would end the reply before it starts.
         """
         _check_text(rendered)
-        ids = self._ids(rendered, False)
-        if self.adds_bos and ids[:1] != [self.bos_token_id]:
-            assert self.bos_token_id is not None
-            ids.insert(0, self.bos_token_id)
-        return ids
+        return self._with_bos(self._ids(rendered, False))
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word in both its forms: after a space, and joined to what is before it.
@@ -135,6 +165,16 @@ class Tokenizer:
         """Id of a token given as the vocabulary spells it."""
         return self._backend.token_to_id(token)
 
+    @cached_property
+    def _special_text(self) -> SpecialText:
+        return SpecialText(self._backend)
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if self.adds_bos and ids[:1] != [self.bos_token_id]:
+            assert self.bos_token_id is not None
+            ids.insert(0, self.bos_token_id)
+        return ids
+
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -144,6 +184,14 @@ class Tokenizer:
     def _id_of_role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _added_around(backend: Backend) -> tuple[list[int], list[int]]:
+    """What encoding puts before and after the ids of a text."""
+    encoded = backend.encode("")
+    masks = backend.encode("a").special_tokens_mask
+    num_before = next((place for place, is_added in enumerate(masks) if not is_added), len(masks))
+    return encoded.ids[:num_before], encoded.ids[num_before:]
 
 
 def _check_text(text: str) -> None:
