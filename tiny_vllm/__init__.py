@@ -19,6 +19,8 @@ from tiny_vllm.errors import (
 from tiny_vllm.outputs import (
     ChoiceDelta,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -37,6 +39,8 @@ __all__ = [
     "ChoiceDelta",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "EngineDead",
     "Logprob",

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
@@ -23,14 +24,15 @@ from tqdm import tqdm
 
 from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine.build import build_engine, plan_engine
+from tiny_vllm.engine.embedding import EmbeddingParams
 from tiny_vllm.engine.engine import Engine, EngineStats
-from tiny_vllm.errors import EngineDead, RequestError
+from tiny_vllm.errors import EngineDead, ModelError, RequestError
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.outputs import RequestOutput, RequestUpdate
+from tiny_vllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, RequestUpdate
 from tiny_vllm.text.output_processor import OutputProcessor
 from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import SamplingParams
+from tiny_vllm.types import FinishReason, Pooling, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": text} / {"prompt_token_ids": ids}."""
@@ -81,18 +83,19 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        parse_special_tokens: bool = True,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for one or many prompts; the outputs are in the order of the prompts.
 
         sampling_params, priority: one for all or one each; smaller priorities run first.
         cache_salt: only requests with the same salt share pages. use_tqdm: progress on stderr, on a terminal.
+        parse_special_tokens: take control tokens that are written out in a text as such.
         Raises RequestError before anything runs if any prompt is invalid.
         """
         items = _as_prompts(prompts)
-        return self._run(
-            items, self._build_prompt, sampling_params, SamplingParams(), priority, cache_salt, use_tqdm
-        )
+        build = partial(self._build_prompt, parse_special_tokens=parse_special_tokens)
+        return self._run(items, build, sampling_params, SamplingParams(), priority, cache_salt, use_tqdm)
 
     def chat(
         self,
@@ -101,17 +104,44 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        parse_special_tokens: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one or many conversations, rendered by the model's chat template. See `generate`.
 
-        Without sampling_params an answer may be as long as the context allows.
+        Without sampling_params an answer may be as long as the context allows. Control tokens written out in
+        messages are plain text, those of the template alone count, unless parse_special_tokens.
         """
         items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)
         default = SamplingParams(max_tokens=None)
-        return self._run(
-            items, self._builder.build_chat, sampling_params, default, priority, cache_salt, use_tqdm
-        )
+        build = partial(self._builder.build_chat, parse_special_tokens=parse_special_tokens)
+        return self._run(items, build, sampling_params, default, priority, cache_salt, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, from its hidden states after the final norm; see EmbeddingParams.
+
+        The other options are those of `generate`. Raises RequestError before anything runs, and ModelError if
+        the model gives values that are not finite.
+        """
+        params = EmbeddingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        params.check(self.spec.hidden_size)
+
+        def build(prompt: Any, sampling: SamplingParams, **options: Any) -> PreparedRequest:
+            return self._builder.build_embedding(_plain_prompt(prompt), pooling, **options)
+
+        items = _as_prompts(prompts)
+        outputs = self._run(items, build, None, SamplingParams(), priority, cache_salt, use_tqdm)
+        return [_embedding(output, params) for output in outputs]
 
     def stream(
         self,
@@ -120,11 +150,12 @@ class LLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> Stream:
         """Generate for one prompt or conversation, yielding a RequestUpdate whenever there is something new.
 
         Several streams may be open at once: they run in one batch. Closing a stream aborts its request.
-        Without sampling_params the defaults are those of `generate` or `chat`.
+        Without sampling_params or parse_special_tokens the defaults are those of `generate` or `chat`.
         Raises RequestError at the call, not at the first token.
         """
         engine = self._live_engine()
@@ -132,6 +163,8 @@ class LLM:
         default = SamplingParams()
         if _is_conversation(prompt):
             build, default = self._builder.build_chat, SamplingParams(max_tokens=None)
+        if parse_special_tokens is not None:
+            build = partial(build, parse_special_tokens=parse_special_tokens)
         prepared = build(
             prompt,
             default if sampling_params is None else sampling_params,
@@ -194,26 +227,7 @@ class LLM:
             self._in_use.release()
 
     def _build_prompt(self, prompt: Any, params: SamplingParams, **options: Any) -> PreparedRequest:
-        if isinstance(prompt, Mapping):
-            given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if len(given) != 1 or unknown:
-                raise RequestError(
-                    f"a prompt has the keys {list(prompt)!r:.80}",
-                    hint="use either 'prompt' or 'prompt_token_ids'; use chat for messages",
-                )
-            if isinstance(prompt[given[0]], str) != (given[0] == "prompt"):
-                raise RequestError(
-                    f"{given[0]} is {prompt[given[0]]!r:.80}",
-                    hint="'prompt' is text, 'prompt_token_ids' are ids",
-                )
-            prompt = prompt[given[0]]
-        if isinstance(prompt, bytes | bytearray | memoryview):
-            raise RequestError(
-                f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids",
-                hint="decode bytes to text first",
-            )
-        return self._builder.build(prompt, params, **options)
+        return self._builder.build(_plain_prompt(prompt), params, **options)
 
     def _run(
         self,
@@ -326,6 +340,45 @@ class Stream(Iterator[RequestUpdate]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _plain_prompt(prompt: Any) -> Any:
+    """The text or token ids of a prompt in any of its forms. Raises RequestError."""
+    if isinstance(prompt, Mapping):
+        given = [name for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if len(given) != 1 or unknown:
+            raise RequestError(
+                f"a prompt has the keys {list(prompt)!r:.80}",
+                hint="use either 'prompt' or 'prompt_token_ids'; use chat for messages",
+            )
+        if isinstance(prompt[given[0]], str) != (given[0] == "prompt"):
+            raise RequestError(
+                f"{given[0]} is {prompt[given[0]]!r:.80}",
+                hint="'prompt' is text, 'prompt_token_ids' are ids",
+            )
+        prompt = prompt[given[0]]
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids",
+            hint="decode bytes to text first",
+        )
+    return prompt
+
+
+def _embedding(output: RequestOutput, params: EmbeddingParams) -> EmbeddingRequestOutput:
+    if output.outputs[0].finish_reason == FinishReason.ERROR:
+        raise ModelError(
+            f"the model gave no usable numbers for {output.request_id}", hint="check its weights"
+        )
+    assert output.pooled is not None
+    return EmbeddingRequestOutput(
+        output.request_id,
+        output.prompt,
+        output.prompt_token_ids,
+        EmbeddingOutput(params.values(output.pooled).tolist()),
+        output.metrics,
+    )
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

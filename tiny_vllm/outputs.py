@@ -71,7 +71,10 @@ def _difference(end: float | None, start: float | None) -> float | None:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything known about one request; `finished` once every choice has ended."""
+    """Everything known about one request; `finished` once every choice has ended.
+
+    pooled: of an embedding request; see PromptInfo.
+    """
 
     request_id: str
     prompt: str | None
@@ -79,6 +82,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: bytes | None = None
 
     @property
     def finished(self) -> bool:
@@ -87,6 +91,25 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         return self.metrics.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """embedding: as many values as the model's hidden state, or as were asked for."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    metrics: RequestMetrics
+    finished: bool = True
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Literal
 
 from tiny_vllm.errors import RequestError
 
@@ -19,6 +20,9 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
+
+Pooling = Literal["mean", "last"]
+"""How the final hidden states of a prompt become one vector: those of all tokens, or of the last one."""
 
 
 class FinishReason(StrEnum):
@@ -229,6 +233,8 @@ def _bias(bias: object) -> dict[int, float]:
         if isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) <= 19:
             key = int(key)
         _integer("a token id in logit_bias", key, low=0)
+        if key in checked:
+            raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
         checked[key] = _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
     return checked
 
@@ -242,7 +248,8 @@ class Request:
 
     bad_words_token_ids: the token sequences `sampling.bad_words` stands for; text layers fill it.
     priority: smaller is more urgent. cache_salt: prompts share pages only with the same salt.
-    arrival_time: seconds on the engine's clock.
+    arrival_time: seconds on the engine's clock. pooling: also report the prompt's pooled hidden state; such a
+    request has max_tokens=0 and n=1.
     """
 
     request_id: str
@@ -252,6 +259,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +279,13 @@ class PromptInfo:
     """What is known once a prompt has been computed; sent with a sequence's first event.
 
     prompt_logprobs: one entry per prompt token, None for the first; None if not asked for.
+    pooled: hidden state after the final norm, pooled as asked: FP32 [hidden] as it lies in memory.
     """
 
     scheduled_time: float
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
+
 from tiny_vllm.engine.page_pool import NULL_PAGE
-from tiny_vllm.engine.plan import StepPlan, StepResult
+from tiny_vllm.engine.plan import Chunk, StepPlan, StepResult
 
 VOCABULARY = 50
 
@@ -36,6 +38,20 @@ def expected_tokens(prompt: tuple[int, ...], seed: int, count: int, ending: froz
         tokens.append(next_token(context, seed))
         context = fingerprint(context, tokens[-1])
     return tokens
+
+
+def hidden_state(context: bytes) -> np.ndarray:
+    """Three positive numbers that tell contexts apart."""
+    return 1 + np.frombuffer(context[:3], np.uint8).astype(np.float32)
+
+
+def expected_pooled(prompt: tuple[int, ...], pooling: str) -> np.ndarray:
+    """What a prompt's hidden states come to."""
+    context, states = b"", []
+    for token in prompt:
+        context = fingerprint(context, token)
+        states.append(hidden_state(context))
+    return np.mean(states, axis=0) if pooling == "mean" else states[-1]
 
 
 @dataclass
@@ -107,12 +123,24 @@ class FakeExecutor:
             token = self.slots[slot].last_token
             assert token is not None
             tokens.append(self._run(slot, context, [token], samples=True))
-        for chunk, context in zip(plan.chunks, contexts[len(plan.decode_slots) :], strict=True):
+        pooled: dict[int, np.ndarray] = {}
+        for position, chunk in enumerate(plan.chunks):
+            context = contexts[len(plan.decode_slots) + position]
             assert chunk.start == self.slots[chunk.slot].computed_len
             token = self._run(chunk.slot, context, list(chunk.token_ids), chunk.samples)
             if chunk.samples:
                 tokens.append(token)
-        return StepResult(token_ids=tokens)
+            if chunk.num_pooled:
+                pooled[position] = self._pool(chunk)
+        return StepResult(token_ids=tokens, pooled=pooled)
+
+    def _pool(self, chunk: Chunk) -> np.ndarray:
+        """The sum of the hidden states of the chunk's last positions."""
+        row = self.slots[chunk.slot]
+        context = self._context(chunk.slot)
+        states = [hidden_state(each) for each in context[len(context) - chunk.num_pooled :]]
+        total = np.sum(states, axis=0, dtype=np.float32)
+        return total * np.nan if row.computed_len == self.broken.get(row.request_id) else total
 
     def _context(self, slot: int) -> list[bytes]:
         row = self.slots[slot]

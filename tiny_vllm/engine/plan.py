@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tiny_vllm.types import Request, TokenLogprobs
 
 
@@ -47,6 +49,7 @@ class Chunk:
     num_prompt_logprobs: entries per prompt token to report for this chunk, None if not asked for.
     target_token_ids: the known tokens after each position of the chunk that are prompt tokens (for prompt
         log-probabilities); shorter than the chunk by one where the prompt ends.
+    num_pooled: how many of the chunk's last positions go into the prompt's pooled hidden state.
     """
 
     slot: int
@@ -56,6 +59,7 @@ class Chunk:
     samples: bool
     num_prompt_logprobs: int | None = None
     target_token_ids: tuple[int, ...] = ()
+    num_pooled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,14 @@ class StepResult:
 
     token_ids[i] is None where the model gave no usable logits. logprobs is None when nobody asked.
     prompt_logprobs: by position in `plan.chunks`, one entry per target token.
+    pooled: likewise, the sum of the pooled positions' hidden states after the final norm, FP32 [hidden].
     """
 
     token_ids: Sequence[int | None]
     logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def tells_of_prompts(self) -> bool:
+        return bool(self.prompt_logprobs or self.pooled)

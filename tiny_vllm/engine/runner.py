@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +104,8 @@ class Runner:
     def submit(self, plan: StepPlan) -> ComputedStep | StepUnderWay:
         """Apply the plan's edits, compute its tokens, sample, and write the new tokens into the slot table.
 
-        The device is waited for only if somebody asks for log-probabilities or bans words of several tokens.
+        The device is waited for only if somebody asks for log-probabilities or pooled hidden states, or bans
+        words of several tokens.
         """
         upload = Upload()
         self._edit(plan, upload)
@@ -116,7 +118,7 @@ class Runner:
         if decodes.sampling.is_plain:
             return StepUnderWay(self._transfers.fetch(stepper.draw(slot_ids, context)))
         drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling, self._table)
-        return self._finish(drawn, decodes.sampling, {})
+        return self._finish(drawn, decodes.sampling, StepResult([]))
 
     def _edit(self, plan: StepPlan, upload: Upload) -> None:
         for slot in plan.released_slots:
@@ -167,14 +169,16 @@ class Runner:
         upload.send(self._transfers)
         batch = staged.build(self._page_size)
         hidden = self._decoder.forward(batch, self._kv_cache)
-        prompts = self._score_prompts(plan, hidden)
+        result = StepResult(
+            [], prompt_logprobs=self._score_prompts(plan, hidden), pooled=self._pool_prompts(plan, hidden)
+        )
         if not slots:
-            return ComputedStep(StepResult([], prompt_logprobs=prompts), bool(prompts))
+            return ComputedStep(result, result.tells_of_prompts)
         if len(rows) != hidden.shape[0]:
             hidden = hidden.index_select(0, row_ids.tensor)
         with _one_torch_thread(self._decoder.fused_decode is not None):
             drawn = self._sampler.draw(self._decoder.logits(hidden), sampling, self._table)
-        return self._finish(drawn, sampling, prompts)
+        return self._finish(drawn, sampling, result)
 
     @staticmethod
     def _sampling_rows(plan: StepPlan) -> tuple[list[int], list[int]]:
@@ -190,14 +194,15 @@ class Runner:
         return slots, rows
 
     def _finish(
-        self, drawn: DrawnTokens, sampling: SamplingBatch, prompts: dict[int, list[TokenLogprobs]]
+        self, drawn: DrawnTokens, sampling: SamplingBatch, result: StepResult
     ) -> ComputedStep | StepUnderWay:
+        """result: what is known of prompts; gets the tokens if they are waited for."""
         tokens = self._transfers.fetch(torch.where(drawn.is_valid, drawn.tokens, -1))
-        if not (sampling.needs_host or prompts):
+        if not (sampling.needs_host or result.tells_of_prompts):
             return StepUnderWay(tokens)
-        token_ids = _token_ids(tokens)
-        logprobs = self._sampler.finish(sampling, drawn, token_ids)
-        return ComputedStep(StepResult(token_ids, logprobs, prompts), is_synchronous=True)
+        result.token_ids = token_ids = _token_ids(tokens)
+        result.logprobs = self._sampler.finish(sampling, drawn, token_ids)
+        return ComputedStep(result, is_synchronous=True)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan."""
@@ -209,6 +214,19 @@ class Runner:
                 found[position] = self._score(rows, chunk.target_token_ids, chunk.num_prompt_logprobs)
             row += len(chunk.token_ids)
         return found
+
+    def _pool_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, np.ndarray]:
+        """Sums of the hidden states that chunks want pooled, by position in the plan."""
+        places: list[int] = []
+        sums: list[Tensor] = []
+        row = len(plan.decode_slots)
+        for position, chunk in enumerate(plan.chunks):
+            row += len(chunk.token_ids)
+            if chunk.num_pooled:
+                rows = self._decoder.final_hidden(hidden[row - chunk.num_pooled : row])
+                places.append(position)
+                sums.append(rows.sum(0, dtype=torch.float32))
+        return dict(zip(places, torch.stack(sums).cpu().numpy(), strict=True)) if sums else {}
 
     def _score(self, hidden: Tensor, targets: tuple[int, ...], num_top: int) -> list[TokenLogprobs]:
         scores: list[TokenLogprobs] = []

@@ -29,6 +29,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
+
 from tiny_vllm.engine.page_pool import PagePool
 from tiny_vllm.engine.plan import Admission, Chunk, PageEdit, StepPlan, StepResult
 from tiny_vllm.engine.prefix_cache import extend_hashes, find_prefix
@@ -188,11 +190,17 @@ class Scheduler:
                 continue
             computed_len = chunk.start + len(chunk.token_ids)
             sequence.prompt_logprobs.extend(result.prompt_logprobs.get(position, ()))
+            if position in result.pooled:
+                before = sequence.pooled_sum
+                pooled = result.pooled[position]
+                sequence.pooled_sum = pooled if before is None else before + pooled
             self._publish(sequence, computed_len)
             if chunk.samples:
                 self._append(sequence, token_id, token_logprobs)
             elif computed_len >= sequence.end_len:
-                self._finish(sequence, FinishReason.LENGTH)
+                pooled_sum = sequence.pooled_sum
+                is_usable = pooled_sum is None or bool(np.isfinite(pooled_sum).all())
+                self._finish(sequence, FinishReason.LENGTH if is_usable else FinishReason.ERROR)
 
     def take_events(self) -> list[TokenEvent]:
         """Events since the last call, in order."""
@@ -321,11 +329,11 @@ class Scheduler:
     def _can_share(self, sequence: Sequence, page_index: int) -> bool:
         """Whether the sequence could use page `page_index` from the cache: its last token is always
         computed."""
-        return not sequence.wants_prompt_logprobs and page_index < (sequence.known_len - 1) // self.page_size
+        return not sequence.computes_all_positions and page_index < (sequence.known_len - 1) // self.page_size
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         extend_hashes(sequence.page_hashes, sequence.root_hash, sequence.token_ids, self.page_size)
-        if sequence.wants_prompt_logprobs:
+        if sequence.computes_all_positions:
             return []
         return find_prefix(self.pool, sequence.page_hashes[: (sequence.known_len - 1) // self.page_size])
 
@@ -417,6 +425,7 @@ class Scheduler:
                     target_token_ids=tuple(sequence.token_ids[start + 1 : min(end + 1, sequence.prompt_len)])
                     if wants_logprobs
                     else (),
+                    num_pooled=_num_pooled(sequence, start, end),
                 )
             )
         return tuple(chunked), tuple(chunks)
@@ -458,7 +467,9 @@ class Scheduler:
         assert sequence.scheduled_time is not None
         asked = sequence.request.sampling.prompt_logprobs is not None
         prompt_logprobs = (None, *sequence.prompt_logprobs) if asked else None
-        return PromptInfo(sequence.scheduled_time, sequence.num_cached_tokens, prompt_logprobs)
+        return PromptInfo(
+            sequence.scheduled_time, sequence.num_cached_tokens, prompt_logprobs, _pooled(sequence)
+        )
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence without a new token."""
@@ -481,6 +492,7 @@ class Scheduler:
         self._release(sequence)
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs.clear()
+        sequence.pooled_sum = None
         sequence.computed_len = 0
         sequence.num_published = 0
         self.num_preemptions += 1
@@ -505,3 +517,20 @@ class Scheduler:
         if self._page_edits:
             self._page_edits = [edit for edit in self._page_edits if edit.slot != sequence.slot]
         sequence.slot = None
+
+
+def _num_pooled(sequence: Sequence, start: int, end: int) -> int:
+    """How many of the positions before `end`, from `start` on, are pooled."""
+    match sequence.request.pooling:
+        case "mean":
+            return end - start
+        case "last":
+            return int(end == sequence.prompt_len)
+    return 0
+
+
+def _pooled(sequence: Sequence) -> bytes | None:
+    if sequence.pooled_sum is None:
+        return None
+    count = sequence.prompt_len if sequence.request.pooling == "mean" else 1
+    return (sequence.pooled_sum / np.float32(count)).tobytes()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import numpy as np
+
 from tiny_vllm.types import FinishReason, Request, TokenLogprobs
 
 
@@ -30,6 +32,7 @@ class Sequence:
     seed: 64-bit seed of this choice's random stream.
     page_hashes: chained hashes of the leading full pages of known tokens, extended when needed.
     num_published: leading pages already findable by hash.
+    pooled_sum: of the hidden states that are to be pooled, so far; FP32 [hidden].
     """
 
     __slots__ = (
@@ -42,6 +45,7 @@ class Sequence:
         "num_published",
         "page_hashes",
         "page_ids",
+        "pooled_sum",
         "prompt_len",
         "prompt_logprobs",
         "queue_key",
@@ -89,6 +93,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.reported_prompt = False
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooled_sum: np.ndarray | None = None
 
     @property
     def known_len(self) -> int:
@@ -105,6 +110,12 @@ class Sequence:
             self.request.sampling.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.prompt_len - 1
         )
+
+    @property
+    def computes_all_positions(self) -> bool:
+        """Whether something is asked for that needs every position of the prompt, so cached pages are of no
+        use."""
+        return self.wants_prompt_logprobs or self.request.pooling == "mean"
 
     @property
     def state(self) -> SequenceState:

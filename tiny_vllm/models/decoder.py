@@ -110,11 +110,16 @@ class Decoder:
         return hidden
 
     @torch.inference_mode()
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] of `forward` -> [N, H] after the final norm."""
+        return rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> FP32 [N, vocab], rounded to the model's type before."""
         if self.fused_decode is not None and len(hidden):
             return self.fused_decode.logits(hidden)
-        logits = self.lm_head(rms_norm(hidden, self.final_norm, self.spec.rms_norm_eps)).float()
+        logits = self.lm_head(self.final_hidden(hidden)).float()
         if self.spec.logit_divisor != 1.0:
             logits = logits / self.spec.logit_divisor
         if self.spec.logit_softcap is not None:

@@ -126,6 +126,8 @@ class _RunningRequest:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = info.scheduled_time
             metrics.num_cached_tokens = info.num_cached_tokens
+        if info.pooled is not None:
+            output.pooled = info.pooled
         if info.prompt_logprobs is not None and output.prompt_logprobs is None:
             output.prompt_logprobs = [
                 None if position is None else _logprobs(position, self._texts)

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from tiny_vllm.errors import RequestError
 from tiny_vllm.text.chat_template import Message
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import Request, SamplingParams
+from tiny_vllm.types import Pooling, Request, SamplingParams
 
 Prompt = str | Sequence[SupportsIndex]
 
@@ -64,6 +64,7 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        parse_special_tokens: bool = True,
     ) -> PreparedRequest:
         """A request for a prompt given as text or as token ids.
 
@@ -72,7 +73,8 @@ class RequestBuilder:
         the context. request_id: made up if None. arrival_time: seconds on the monotonic clock, now if None.
         """
         if isinstance(prompt, str):
-            token_ids = self._need_tokenizer("a prompt of text").encode(prompt)
+            tokenizer = self._need_tokenizer("a prompt of text")
+            token_ids = tokenizer.encode(prompt, parse_special_tokens=parse_special_tokens)
         else:
             token_ids = self._check_prompt_ids(prompt)
         text = prompt if isinstance(prompt, str) else None
@@ -90,19 +92,26 @@ class RequestBuilder:
         priority: int = 0,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
+        parse_special_tokens: bool = False,
     ) -> PreparedRequest:
-        """A request for a conversation, rendered by the model's chat template (see ChatTemplate.render)."""
+        """A request for a conversation, rendered by the model's chat template (see ChatTemplate.render).
+
+        parse_special_tokens: see Tokenizer.encode_messages.
+        """
         tokenizer = self._need_tokenizer("a conversation")
-        if tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template", hint="send a prompt as text")
-        text = tokenizer.chat_template.render(
+        text, token_ids = tokenizer.encode_messages(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables=template_variables,
+            parse_special_tokens=parse_special_tokens,
         )
-        token_ids = tokenizer.encode_chat(text)
         return self._finish(token_ids, text, sampling, request_id, priority, cache_salt, arrival_time)
+
+    def build_embedding(self, prompt: Prompt, pooling: Pooling, **options: Any) -> PreparedRequest:
+        """A request for a prompt's pooled hidden state. options: as for `build`."""
+        prepared = self.build(prompt, SamplingParams(max_tokens=0, detokenize=False), **options)
+        return PreparedRequest(replace(prepared.request, pooling=pooling), prepared.prompt)
 
     def _finish(
         self,
