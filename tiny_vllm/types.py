@@ -235,6 +235,8 @@ def _bias(bias: object) -> dict[int, float]:
         _integer("a token id in logit_bias", key, low=0)
         if key in checked:
             raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
+        if key in checked:
+            raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
         checked[key] = _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
     return checked
 

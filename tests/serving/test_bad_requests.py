@@ -127,7 +127,7 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens string": ({"max_tokens": "5"}, "max_tokens"),
     "max_tokens bool": ({"max_tokens": True}, "max_tokens"),
     "prompt number": ({"prompt": 5}, "prompt must be"),
-    "prompt empty list": ({"prompt": []}, "empty list"),
+    "prompt empty list": ({"prompt": []}, "the prompt is empty"),
     "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
     "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),
     "prompt empty ids": ({"prompt": [[]]}, "the prompt is empty"),

@@ -53,7 +53,8 @@ class RequestMaker:
         if body.logprobs is not None:
             options["logprobs"] = body.logprobs
             if body.echo:
-                options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+                numbers = (body.logprobs, body.prompt_logprobs or 0)
+                options["prompt_logprobs"] = -1 if -1 in numbers else max(numbers)
         params = SamplingParams(**options)
         prompts = self._prompts(body.prompt)
         requests = []
@@ -70,6 +71,9 @@ class RequestMaker:
         """One request for a conversation. Raises ApiError or RequestError."""
         options = self._sampling_options(body)
         limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+        if min(limits, default=0) < 0 and body.max_tokens is None:
+            message = f"max_completion_tokens is {limits[0]}, but must be at least 0"
+            raise ApiError(400, message, param="max_completion_tokens")
         # Without a limit, an answer may fill the context.
         options["max_tokens"] = min(limits, default=None)
         if body.logprobs:
@@ -91,6 +95,12 @@ class RequestMaker:
         tokenizer = self._need_tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
+        given, useless = "prompt", ["add_generation_prompt", "chat_template_kwargs"]
+        if body.prompt is None:
+            given, useless = "messages", ["add_special_tokens"]
+        for name in useless:
+            if getattr(body, name):
+                raise ApiError(400, f"{name} has no meaning beside {given}\nhint: leave it out", param=name)
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         if tokenizer.chat_template is None:
@@ -145,8 +155,6 @@ class RequestMaker:
             return [prompt]
         if not isinstance(prompt, list):
             raise ApiError(400, "prompt must be a string, token ids, or a list of either", param="prompt")
-        if not prompt:
-            raise ApiError(400, "prompt is an empty list\nhint: send some text", param="prompt")
         if not any(isinstance(item, str | list) for item in prompt):
             return [prompt]  # the token ids of one prompt; the builder looks at each
         if not all(isinstance(item, str | list) for item in prompt):

@@ -210,7 +210,7 @@ class CompletionFormat:
             values.append(_finite(position[token_id].logprob))
             top: dict[str, float] = {}
             for other_id, entry in position.items():
-                if other_id == token_id or entry.rank <= number:
+                if other_id == token_id or _is_asked_for(entry, number):
                     top.setdefault(_name(other_id, entry.decoded_token, as_ids), _finite(entry.logprob))
             tops.append(top)
         self.text_lens[key] = offset
@@ -306,7 +306,7 @@ class ChatFormat:
                     "top_logprobs": [
                         self._token(other_id, entry)
                         for other_id, entry in tops
-                        if entry.rank <= (self.body.top_logprobs or 0)
+                        if _is_asked_for(entry, self.body.top_logprobs or 0)
                     ],
                 }
             )
@@ -326,6 +326,11 @@ def _with_usage(
     if options is not None and (options.include_usage or options.continuous_usage_stats):
         chunk["usage"] = usage(outputs) if options.continuous_usage_stats else None
     return chunk
+
+
+def _is_asked_for(entry: Logprob, number: int) -> bool:
+    """Whether an entry is among the `number` most likely ones; -1 means all of them."""
+    return number < 0 or entry.rank <= number
 
 
 def _entries(token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob]] | None) -> Entries:

@@ -25,6 +25,7 @@ from tiny_vllm.types import MAX_INTEGER
 
 Schema = dict[str, Any]
 NULL: Schema = {"type": "null"}
+OFF: Schema = {"enum": [False, None]}
 REFERENCE = "#/components/schemas/{model}"
 
 
@@ -77,7 +78,7 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
     }
     known: Schema = {
         "model": {"anyOf": [{"const": limits.model_name}, NULL]},
-        "n": {"maximum": limits.max_n},
+        "n": {"maximum": limits.max_n, "description": "choices per prompt; all of them count against a limit"},
         "max_tokens": {"maximum": MAX_INTEGER},
         "max_completion_tokens": {"maximum": MAX_INTEGER},
         "top_k": {"maximum": MAX_INTEGER},
@@ -104,7 +105,7 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
             anyOf=[
                 text,
                 {**_array(text), **many},
-                {**prompt_ids, "minItems": 1},
+                prompt_ids,
                 {**_array(prompt_ids), **many},
             ]
         )
@@ -122,21 +123,28 @@ def _add_extras(schema: Schema) -> None:
 
 
 def _combinations(names: set[str]) -> list[Schema]:
-    """What parameters may not be together; that min_tokens is at most max_tokens cannot be said."""
+    """What parameters may not be together. That min_tokens is at most max_tokens, or how many choices all
+    prompts may have together, cannot be said."""
     absent = {name: {"properties": {name: NULL}} for name in names}
     rules: list[list[Schema]] = []
     if {"prompt", "messages"} <= names:
-        rules.append([_given("prompt", absent["messages"]), _given("messages", absent["prompt"])])
+        of_messages = {"add_generation_prompt": OFF, "chat_template_kwargs": {"enum": [{}, None]}}
+        rules.append(
+            [
+                _given("prompt", {"messages": NULL, **of_messages}),
+                _given("messages", {"prompt": NULL, "add_special_tokens": OFF}),
+            ]
+        )
     if "stream" in names:
         rules.append([absent["stream_options"], _is_on("stream")])
-        rules.append([absent["prompt_logprobs"], {"properties": {"stream": {"enum": [False, None]}}}])
+        rules.append([absent["prompt_logprobs"], {"properties": {"stream": OFF}}])
     if "top_logprobs" in names:
         rules.append([absent["top_logprobs"], _is_on("logprobs")])
     return [{"anyOf": rule} for rule in rules]
 
 
-def _given(name: str, rest: Schema) -> Schema:
-    return {"required": [name], "properties": {name: {"not": NULL}, **rest["properties"]}}
+def _given(name: str, others: Schema) -> Schema:
+    return {"required": [name], "properties": {name: {"not": NULL}, **others}}
 
 
 def _is_on(name: str) -> Schema:

@@ -91,8 +91,17 @@ class Service:
             )
 
     def check_num_choices(self, number: int) -> None:
-        """Raises ApiError for a request with more choices than slots and queue could ever hold."""
+        """Raises ApiError for a request with more choices in all than it may have, or than slots and queue
+        could ever hold."""
         options = {} if self.engine.ready is None else self.engine.ready.options
+        limit = max(self.config.max_prompts, options.get("max_n", 1))
+        if number > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {number} choices of all its prompts, but may have {limit}\n"
+                "hint: send fewer prompts at once, or lower n; the limits are max_prompts and max_n",
+                param="n",
+            )
         max_queue_len = options.get("max_queue_len")
         if max_queue_len is None or number <= max_queue_len + options["max_num_seqs"]:
             return

@@ -18,6 +18,12 @@ from tiny_vllm.errors import RequestError
 
 Message = Mapping[str, Any]
 
+CALL_FIELDS = ("tool_calls", "function_call")
+"""Fields of a message beside its content. A template that does not know them drops them without a word."""
+
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What a request says in fields of its own."""
+
 ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
 """Some templates put the role between the parts of a control token, so it must not have parts of its own."""
 
@@ -51,8 +57,11 @@ class ChatTemplate:
         messages: mappings with "role" and "content"; content is a string, a list of {"type": "text"} parts,
         or None beside "tool_calls". add_generation_prompt: end with the opening of the assistant's turn.
         variables: further variables of the template. Raises RequestError for messages that are malformed or
-        that the template refuses, with the template's words, and for a template that is not valid Jinja.
+        that the template refuses, with the template's words, for what would not reach the prompt, and for a
+        template that is not valid Jinja.
         """
+        for name in OWN_VARIABLES & (variables or {}).keys():
+            raise RequestError(f"{name} is no variable for the chat template", hint="give it on its own")
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
         if tools is not None and not _is_list(tools):
             raise RequestError(f"tools is of type {type(tools).__name__}, but must be a list")
@@ -85,6 +94,12 @@ class ChatTemplate:
                 f"messages[{place}] is of type {type(message).__name__}, but must be an object"
             )
         role, content = message.get("role"), message.get("content")
+        for name in CALL_FIELDS:
+            if message.get(name) and name not in f"{self.source}{self.tool_source}":
+                raise RequestError(
+                    f"messages[{place}] has {name}, which this model's chat template does not write",
+                    hint="say in content what was called",
+                )
         if role is None:
             raise RequestError(
                 f"messages[{place}] has no role", hint='use {"role": "user", "content": "..."}'
