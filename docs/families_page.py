@@ -30,11 +30,10 @@ understood. `tiny-vllm info --model MODEL` prints what was understood without lo
 """
 
 PATHS = """\
-**Steps.** *fused* families decode by one compiled function on a CPU and by one chain of kernels, captured as
-a CUDA graph, on a GPU. *chain on a GPU*: the chain there, and operator by operator on a CPU. *by operator*
-families go through `models/decoder.py` operator by operator on both. A window as long as the model's context
-is no window; one as long as `max_model_len` hides nothing, but on a CPU its model goes by operator all the
-same.
+**Steps.** Every family decodes by one chain of kernels, captured as a CUDA graph, on a GPU. On a CPU *fused*
+families decode by one compiled function, and the others through `models/decoder.py` operator by operator. A
+window as long as the model's context is no window; one as long as `max_model_len` hides nothing, but on a CPU
+its model goes by operator all the same.
 """
 
 LONG_ROPE = """\
@@ -104,12 +103,9 @@ def step(family: Family) -> str:
     config: dict[str, Any] = {"architectures": list(family.architectures)}
     if family.windows is windows_everywhere:
         config["sliding_window"] = None
-    spec = spec_from_hf_config(config)
-    if not spec.fits_decode_chain:
+    if not spec_from_hf_config(config).fits_fused_cpu_decode:
         return "by operator"
-    if not spec.fits_fused_cpu_decode:
-        return "chain on a GPU"
-    return "fused, chain on a GPU with windows" if family.windows else "fused"
+    return "fused, by operator with windows" if family.windows else "fused"
 
 
 def cases_of(family: Family) -> list[str]:
@@ -137,7 +133,7 @@ def check_rows() -> Iterator[tuple[str, ...]]:
 def render() -> str:
     parts = [
         INTRODUCTION,
-        table(("models", "config.json", "GGUF", "beyond Llama", "steps"), family_rows()),
+        table(("models", "config.json", "GGUF", "beyond Llama", "steps on a CPU"), family_rows()),
         PATHS,
         "Of a multimodal model (`...ForConditionalGeneration`) the text part alone is loaded.\n",
         "## RoPE\n",

@@ -13,6 +13,7 @@ from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
+from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.prefill_attention import attend_chunks
@@ -133,6 +134,16 @@ def test_attention_with_the_traits_of_families(head_dim: int) -> None:
         )  # fmt: skip
     check(kernels)
     assert len(kernels) == 5
+
+
+@pytest.mark.parametrize(("q_size", "kv_size"), [(2048, 2048), (4096, 4096), (5120, 1024)])
+def test_norms_over_all_heads(q_size: int, kv_size: int) -> None:
+    parts = meta(4, 16, q_size + 2 * kv_size, dtype=torch.float32)
+    with compiling() as kernels:
+        norm_queries_and_keys(parts, None, meta(q_size), meta(kv_size), 1e-6, True)
+    check(kernels)
+    before, after = kernels[0].ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before and "st.global" not in before and "st.global" in after
 
 
 @pytest.mark.parametrize("capability", [90, 80])

@@ -377,7 +377,7 @@ def test_windows_that_no_context_outgrows_are_no_windows() -> None:
     """Phi-4-mini states twice its context: the fast paths compute it."""
     spec = spec_from_hf_config(CONFIGS["Phi-4-mini"][0])
     assert (spec.sliding_window, spec.sliding_layers) == (None, ())
-    assert spec.fits_decode_chain
+    assert spec.fits_fused_cpu_decode
     assert spec_from_hf_config(CONFIGS["Mistral 7B v0.1"][0]).sliding_window == 4096
 
 

@@ -105,7 +105,7 @@ class DecodeWorkload:
             return {
                 "operators" if model.decoder.fused_decode is None else "fused": lambda: self._decoder_step
             }
-        if not (model.spec.fits_decode_chain and runs_triton(self.cache.k)):
+        if not runs_triton(self.cache.k):
             return {"operators": lambda: self._decoder_step}
         steps = {"chain": self._make_chain_step}
         if len(self.slots) <= model.max_tape_rows:

@@ -137,7 +137,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     table = SlotTable(config.max_num_seqs, -(-config.max_model_len // config.page_size), device)
     sampler = Sampler(config.max_num_seqs, spec.vocab_size, device)
     # The decoder takes the weights apart; on a GPU its decode steps go on using the same tensors.
-    has_chain = runs_triton(kv_cache.k) and device.type == "cuda" and spec.fits_decode_chain
+    has_chain = runs_triton(kv_cache.k) and device.type == "cuda"
     kept = replace(weights, layers=list(weights.layers)) if has_chain or config.weight_tape else None
     decoder = Decoder(
         spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)

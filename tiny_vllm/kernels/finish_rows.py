@@ -4,7 +4,7 @@
 
 parts [S, M, N] FP32, or of residual's type; residual, y, normed [M, N] of one type; b and norm_weight [N].
 Some families norm the sum, or scale it, before they add it: y = m * rmsnorm(sum + b) * branch_norm +
-residual.
+residual. Those that norm nothing else have no norm_weight: y is what the next product takes.
 FP32 arithmetic in a fixed order; y is rounded once, and normed is what RMSNorm makes of the rounded y. Moves
 (4 * S + 6) * M * N bytes in BF16 for about (S + 5) * M * N FLOPs: bound by latency up to some hundred rows.
 
@@ -38,7 +38,7 @@ NUM_WARPS = 4
 def finish_rows_ref(
     parts: Tensor,
     residual: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
@@ -53,7 +53,7 @@ def finish_rows_ref(
         total = rms_norm_ref(total, branch_norm, eps)
     total = total * multiplier
     y = (total + residual.float()).to(residual.dtype)
-    return y, rms_norm_ref(y, norm_weight, eps)
+    return y, y if norm_weight is None else rms_norm_ref(y, norm_weight, eps)
 
 
 @jit
@@ -74,13 +74,14 @@ def _finish_rows_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (M,): a row each. branch_norm_ptr may be None."""
+    """Grid (M,): a row each. normed_ptr and norm_ptr, or branch_norm_ptr, may be None."""
     row = tl.program_id(0)
     if PDL:
         launch_dependents()
     column = tl.arange(0, BLOCK)
     is_column = column < N
-    norm = tl.load(norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         total = tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
@@ -97,16 +98,17 @@ def _finish_rows_kernel(
         total *= MULTIPLIER
     y = (total + residual).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * N + column, y, mask=is_column)
-    wide = y.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / N + eps) * norm
-    tl.store(normed_ptr + row * N + column, normed.to(normed_ptr.dtype.element_ty), mask=is_column)
+    if norm_ptr is not None:
+        wide = y.to(tl.float32)
+        normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / N + eps) * norm
+        tl.store(normed_ptr + row * N + column, normed.to(normed_ptr.dtype.element_ty), mask=is_column)
 
 
 @with_fallback(finish_rows_ref)
 def _launch_finish_rows(
     parts: Tensor,
     residual: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
@@ -115,7 +117,8 @@ def _launch_finish_rows(
 ) -> tuple[Tensor, Tensor]:
     num_rows, N = residual.shape
     assert parts.shape[1:] == residual.shape and parts.is_contiguous() and residual.is_contiguous()
-    y, normed = torch.empty_like(residual), torch.empty_like(residual)
+    y = torch.empty_like(residual)
+    normed = None if norm_weight is None else torch.empty_like(residual)
     _finish_rows_kernel[(num_rows,)](
         y,
         normed,
@@ -134,19 +137,19 @@ def _launch_finish_rows(
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )
-    return y, normed
+    return y, y if normed is None else normed
 
 
 def finish_rows(
     parts: Tensor,
     residual: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     bias: Tensor | None = None,
     pdl: bool = False,
     branch_norm: Tensor | None = None,
     multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """y and normed [M, N]. pdl: see `triton_support`."""
+    """y and normed [M, N], the same without norm_weight. pdl: see `triton_support`."""
     op = _launch_finish_rows if runs_triton(residual) else finish_rows_ref
     return op(parts, residual, norm_weight, eps, bias, pdl, branch_norm, multiplier)

@@ -20,16 +20,18 @@ class ChainLayer:
     """weights: the matrices and biases; the norms here are those of `weights` with the family's offset.
 
     input_norm, post_attention_norm: on the inputs of attention and MLP. attention_output_norm,
-    mlp_output_norm: on their outputs, None without. cos_sin: see `rope_table`. variants: window, softcap and
-    sinks of attention, where the layer has them. experts: None with a plain MLP.
+    mlp_output_norm: on their outputs. head_norms: of each query and key head. whole_norms: of all query heads
+    together, and of all key heads. Each None where the family has none there. cos_sin: see `rope_table`.
+    variants: window, softcap and sinks of attention, where the layer has them. experts: None with a plain MLP.
     """
 
     weights: LayerWeights
-    input_norm: Tensor
-    post_attention_norm: Tensor
+    input_norm: Tensor | None
+    post_attention_norm: Tensor | None
     attention_output_norm: Tensor | None
     mlp_output_norm: Tensor | None
     head_norms: HeadNorms | None
+    whole_norms: tuple[Tensor, Tensor] | None
     cos_sin: Tensor
     variants: dict[str, Any]
     experts: ExpertMatrices | None
@@ -53,15 +55,22 @@ def offset_norm(norm: Tensor, spec: ModelSpec) -> Tensor:
 
 
 def _chain_layer(spec: ModelSpec, index: int, weights: LayerWeights, cos_sin: Tensor) -> ChainLayer:
+    inputs: list[Tensor | None] = [
+        offset_norm(norm, spec) for norm in (weights.input_norm, weights.post_attention_norm)
+    ]
     outputs = [
         None if norm is None else offset_norm(norm, spec)
         for norm in (weights.attention_output_norm, weights.mlp_output_norm)
     ]
-    head_norms = None
+    if spec.norm_placement == "output":
+        inputs, outputs = [None, None], inputs
+    head_norms = whole_norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
-        head_norms = HeadNorms(
-            offset_norm(weights.q_norm, spec), offset_norm(weights.k_norm, spec), spec.rms_norm_eps
-        )
+        norms = offset_norm(weights.q_norm, spec), offset_norm(weights.k_norm, spec)
+        if spec.qk_norm == "head":
+            head_norms = HeadNorms(*norms, spec.rms_norm_eps)
+        else:
+            whole_norms = norms
     variants: dict[str, Any] = {}
     window = spec.layer_window(index)
     # A window that no sequence outgrows hides nothing.
@@ -76,11 +85,12 @@ def _chain_layer(spec: ModelSpec, index: int, weights: LayerWeights, cos_sin: Te
         experts = ExpertMatrices(weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias)
     return ChainLayer(
         weights=weights,
-        input_norm=offset_norm(weights.input_norm, spec),
-        post_attention_norm=offset_norm(weights.post_attention_norm, spec),
+        input_norm=inputs[0],
+        post_attention_norm=inputs[1],
         attention_output_norm=outputs[0],
         mlp_output_norm=outputs[1],
         head_norms=head_norms,
+        whole_norms=whole_norms,
         cos_sin=cos_sin,
         variants=variants,
         experts=experts,

@@ -10,7 +10,8 @@ of their own, attention does the rotation. With more rows the products are tiled
 next kernel adds the parts: QKV; rotation, cache write and attention; output product; residual and norm; gate
 and up with activation; down; residual and the next layer's norm. This is also the way, with any number of
 rows, of families that do more than add to the residual stream, and of experts: router; choice of experts;
-their tiles; gate and up; down, whose parts are those of the picked experts.
+their tiles; gate and up; down, whose parts are those of the picked experts. Where queries and keys have a norm
+over all heads, a kernel more sums their parts and norms them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
+from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.qkv_rope_and_cache import qkv_rope_and_cache
@@ -71,7 +73,10 @@ class DecodeChain:
         self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         # Only sums: the products before them take them over.
         self._adds_only = (
-            spec.norm_placement == "input" and spec.residual_multiplier == 1.0 and spec.experts is None
+            spec.norm_placement == "input"
+            and spec.qk_norm != "whole"
+            and spec.residual_multiplier == 1.0
+            and spec.experts is None
         )
         # Rounded to the model's type, as the embedding is.
         self._embedding_multiplier = torch.tensor(
@@ -122,6 +127,7 @@ class DecodeChain:
             # The chain's second kernel waits for the first one whole, see `slot_inputs`.
             first_pdl = pdl and index > 0
             if layer.head_norms is None:
+                assert layer.input_norm is not None
                 q = qkv_rope_and_cache(
                     hidden,
                     weights.qkv,
@@ -183,14 +189,18 @@ class DecodeChain:
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
         multiplier = self._spec.residual_multiplier
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
+        first_norm = self._layers[0].input_norm
         # The chain's second kernel waits for the first one whole, see `slot_inputs`.
-        normed = rms_norm(hidden, self._layers[0].input_norm, eps)
+        normed = hidden if first_norm is None else rms_norm(hidden, first_norm, eps)
+        qkv_pdl = pdl and first_norm is not None
         for (layer, (k_cache, v_cache)), next_norm in zip(
             self._layers_with_caches(), next_norms, strict=True
         ):
             weights = layer.weights
+            parts = self._product(normed, weights.qkv, qkv_pdl)
+            qkv_pdl = pdl
             attended = self._rope_and_attend(
-                self._product(normed, weights.qkv),
+                parts,
                 layer,
                 k_cache,
                 v_cache,
@@ -198,7 +208,7 @@ class DecodeChain:
                 page_table,
                 max_context_len,
             )
-            parts = self._product(attended.flatten(1), weights.output)
+            parts = self._product(attended.flatten(1), weights.output, pdl)
             hidden, normed = finish_rows(
                 parts, hidden, layer.post_attention_norm, eps, weights.output_bias, pdl,
                 layer.attention_output_norm, multiplier,
@@ -213,7 +223,7 @@ class DecodeChain:
                     activation=self._spec.activation,
                     pdl=pdl,
                 )
-                parts, bias = self._product(activated, weights.down), weights.down_bias
+                parts, bias = self._product(activated, weights.down, pdl), weights.down_bias
             else:
                 parts, bias = self._expert_parts(normed, layer, layer.experts), None
             hidden, normed = finish_rows(
@@ -222,11 +232,11 @@ class DecodeChain:
         linear = norm_linear if len(normed) <= MAX_SMALL_ROWS else tiled_linear
         return linear(normed, self._lm_head, out_dtype=torch.float32, pdl=pdl)
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
         """[S, B, N], to be summed over S."""
         if len(x) <= MAX_SMALL_ROWS:
-            return norm_linear(x, weight, out_dtype=torch.float32, pdl=self._pdl).unsqueeze(0)
-        return split_linear(x, weight, self._pdl)
+            return norm_linear(x, weight, out_dtype=torch.float32, pdl=pdl).unsqueeze(0)
+        return split_linear(x, weight, pdl)
 
     def _rope_and_attend(
         self,
@@ -238,9 +248,14 @@ class DecodeChain:
         page_table: Tensor,
         max_context_len: int | None,
     ) -> Tensor:
+        bias = layer.weights.qkv_bias
+        if layer.whole_norms is not None:
+            q_norm, k_norm = layer.whole_norms
+            parts = norm_queries_and_keys(parts, bias, q_norm, k_norm, self._spec.rms_norm_eps, self._pdl)
+            bias = None
         return rope_and_attend(
             parts,
-            layer.weights.qkv_bias,
+            bias,
             layer.cos_sin,
             inputs.cells,
             k_cache,
@@ -260,7 +275,7 @@ class DecodeChain:
         spec, router = self._spec.experts, layer.weights.router
         assert spec is not None and router is not None
         experts, weights = pick_experts(
-            self._product(normed, router),
+            self._product(normed, router, self._pdl),
             layer.weights.router_bias,
             spec.num_active,
             spec.normalize,

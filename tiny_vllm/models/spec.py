@@ -143,14 +143,6 @@ class ModelSpec:
         return self._is_llama_like
 
     @property
-    def fits_decode_chain(self) -> bool:
-        """Whether the chain of GPU kernels computes this model (see models/decode_chain.py).
-
-        It has no norm over all heads, and none on outputs alone.
-        """
-        return self.qk_norm != "whole" and self.norm_placement != "output"
-
-    @property
     def _is_llama_like(self) -> bool:
         """Biases and partial or scaled rotation apart, what the Llama family computes, in every layer."""
         is_plain_attention = (

@@ -137,6 +137,18 @@ def test_repeats_bit_for_bit_and_rows_are_independent(device: torch.device, rows
     assert torch.equal(first[:, 0], _launch_split_linear(x, weight, pdl)[:, 0])
 
 
+def test_finish_rows_without_a_norm_of_the_sum(device: torch.device) -> None:
+    parts, residual = torch.randn(2, 5, 96, device=device), torch.randn(5, 96, device=device).bfloat16()
+    branch_norm = 0.5 + torch.rand(96, device=device)
+    y, normed = _launch_finish_rows(parts, residual, None, 1e-5, None, has_pdl(device), branch_norm)
+    total = parts.double().sum(0)
+    expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * branch_norm.double()
+    expected = expected + residual.double()
+    assert normed is y
+    size = float(expected.abs().max())
+    assert float((y.double() - expected).abs().max()) <= TOLERANCES[torch.bfloat16] * size
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
 @pytest.mark.parametrize("part_type", ["wide", "as_residual"])
 @pytest.mark.parametrize("has_bias", [False, True])
