@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tiny_vllm.errors import ConfigError
+from tiny_vllm.types import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -171,6 +172,7 @@ OPTION_KINDS: Mapping[str, OptionKind] = {
     "LoadFormat": OptionKind(str, choices=get_args(LoadFormat)),
     "PrefillPolicy": OptionKind(str, choices=get_args(PrefillPolicy)),
     "PoolSizing": OptionKind(str, choices=get_args(PoolSizing)),
+    "Pooling": OptionKind(str, choices=get_args(Pooling)),
 }
 
 

@@ -14,8 +14,22 @@ from typing import Any
 from tiny_vllm.cli.options import _sampling_helps
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
-from tiny_vllm.serving.schemas import ChatBody, CompletionBody
+from tiny_vllm.serving.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 
+BODIES: tuple[tuple[str, type[Body]], ...] = (
+    ("completions", CompletionBody),
+    ("chat", ChatBody),
+    ("embeddings", EmbeddingBody),
+    ("tokenize", TokenizeBody),
+    ("detokenize", DetokenizeBody),
+)
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 
 
@@ -28,16 +42,29 @@ def options_table() -> str:
 
 
 def parameters_table() -> str:
-    rows = ["| parameter | completions | chat | remark |", "|---|---|---|---|"]
-    completion, chat, sampling = CompletionBody.model_fields, ChatBody.model_fields, _sampling_helps()
-    for name in sorted({*completion, *chat, *REFUSED, *IGNORED}):
-        remark = _description(completion.get(name)) or _description(chat.get(name)) or sampling.get(name, "")
-        if name in REFUSED and not remark:
-            neutral = ", ".join(f"`{_json(value)}`" for value in REFUSED[name].neutral)
-            remark = REFUSED[name].reason + (f"; {neutral} is accepted" if neutral else "")
-        remark = remark or IGNORED.get(name, "")
-        rows.append(f"| `{name}` | {_status(name, completion)} | {_status(name, chat)} | {remark} |")
+    heads = ["parameter", *(body_name for body_name, _ in BODIES), "remark"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in parameter_names():
+        marks = [_status(name, body.model_fields) for _, body in BODIES]
+        rows.append(f"| {' | '.join([f'`{name}`', *marks, _remark(name)])} |")
     return "\n".join(rows)
+
+
+def parameter_names() -> list[str]:
+    """Every parameter that any endpoint knows, if only to refuse it."""
+    fields_of_bodies = {name for _, body in BODIES for name in body.model_fields}
+    return sorted({*fields_of_bodies, *REFUSED, *IGNORED})
+
+
+def _remark(name: str) -> str:
+    """Each text that says something about a parameter, once."""
+    texts = [_description(body.model_fields.get(name)) for _, body in BODIES]
+    texts.append("" if any(texts) else _sampling_helps().get(name, ""))
+    if name in REFUSED:
+        neutral = ", ".join(f"`{_json(value)}`" for value in REFUSED[name].neutral)
+        texts.append(REFUSED[name].reason + (f"; {neutral} is accepted" if neutral else ""))
+    texts.append(IGNORED.get(name, ""))
+    return "; ".join(dict.fromkeys(filter(None, texts)))
 
 
 def filled(text: str) -> str:
@@ -52,7 +79,7 @@ def filled(text: str) -> str:
 def _status(name: str, known: dict[str, Any]) -> str:
     if name in known:
         return "yes"
-    return "accepted, no effect" if name in IGNORED else "refused"
+    return "ignored" if name in IGNORED else "refused"
 
 
 def _description(field: Any) -> str:

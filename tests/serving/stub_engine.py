@@ -1,8 +1,9 @@
 """An engine process without a model: it says each prompt's tokens over and over, so a test writes the answer
 into the prompt. Everything around it is the real thing: process, messages, loop.
 
-Token i of choice c is prompt[(i + c) % length]. STUB_STEP_SECONDS makes steps slow. A prompt that begins with
-two of the ids in ACTIONS does what it says.
+Token i of choice c is prompt[(i + c) % length]. A pooled hidden state repeats the prompt's ids, or the
+last one alone. STUB_STEP_SECONDS makes steps slow. A prompt that begins with two of the ids in ACTIONS does
+what it says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
@@ -23,6 +26,7 @@ from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, Token
 EOS = 2
 EXIT, FAIL, HANG, BAD_LOGITS, ENDLESS_BAN = 101, 102, 103, 104, 105
 PAGE_SIZE = 16
+HIDDEN_SIZE = 576
 
 
 @dataclass
@@ -103,6 +107,9 @@ class StubEngine:
         if prompt[:2] == (BAD_LOGITS, BAD_LOGITS) and sequence.num_generated == 2:
             event.finish_reason = FinishReason.ERROR
             return event
+        if sequence.request.pooling is not None and prompt[:2] == (BAD_LOGITS, BAD_LOGITS):
+            event.finish_reason = FinishReason.ERROR
+            return event
         if sampling.max_tokens == 0:
             event.finish_reason = FinishReason.LENGTH
             return event
@@ -126,6 +133,9 @@ class StubEngine:
         return TokenLogprobs((token_id, *others), tuple(values), (1, *range(1, number + 1)))
 
     def prompt_info(self, request: Request) -> PromptInfo:
+        if request.pooling is not None:
+            ids = request.prompt_token_ids if request.pooling == "mean" else request.prompt_token_ids[-1:]
+            return PromptInfo(time.monotonic(), 0, pooled=np.resize(np.float32(ids), HIDDEN_SIZE).tobytes())
         number = request.sampling.prompt_logprobs
         if number is None:
             return PromptInfo(time.monotonic(), 0)

@@ -2,14 +2,47 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
-from tests.serving.guide_tables import GUIDE, filled
+import openai.types as openai_types
+import openai.types.chat as openai_chat_types
+import pytest
+
+from tests.serving.guide_tables import BODIES, GUIDE, filled, parameter_names
 from tests.serving.support import running_server
+from tests.serving.vllm_parameters import VLLM_PARAMETERS
+from tiny_vllm.serving.parameters import IGNORED, REFUSED
 
 
 def test_the_guides_tables_are_those_of_the_code() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert filled(text) == text, "run python -m tests.serving.guide_tables"
+
+
+OPENAI_PARAMETERS: dict[str, Any] = {
+    "completions": openai_types.completion_create_params.CompletionCreateParamsBase,
+    "chat": openai_chat_types.completion_create_params.CompletionCreateParamsBase,
+    "embeddings": openai_types.embedding_create_params.EmbeddingCreateParams,
+}
+
+
+@pytest.mark.parametrize("endpoint", OPENAI_PARAMETERS)
+def test_every_parameter_of_the_installed_openai_client_is_in_the_table(endpoint: str) -> None:
+    names = set(OPENAI_PARAMETERS[endpoint].__annotations__)
+    assert len(names) >= 5
+    assert names <= set(parameter_names())
+
+
+@pytest.mark.parametrize("endpoint", VLLM_PARAMETERS)
+def test_every_parameter_of_vllm_is_in_the_table(endpoint: str) -> None:
+    assert set(VLLM_PARAMETERS[endpoint]) <= set(parameter_names())
+
+
+def test_the_table_has_no_parameter_twice() -> None:
+    """But for what is refused by one endpoint and taken by another."""
+    in_bodies = {name for _, body in BODIES for name in body.model_fields}
+    assert not set(IGNORED) & (in_bodies | set(REFUSED))
+    assert set(REFUSED) & in_bodies == {"add_special_tokens", "echo"}
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tiny_vllm.config import check_option
 from tiny_vllm.errors import ConfigError
+from tiny_vllm.types import Pooling
 
 API_KEY_VARIABLE = "TINY_VLLM_API_KEY"
 
@@ -29,7 +30,7 @@ class ServerConfig:
     separate_keys: bool = _option(False, "share cached prefixes only between requests with the same API key")
     cors_origin: tuple[str, ...] = _option((), "origin whose web pages may call the API; * is every one")
     max_body_bytes: int = _option(8 << 20, "longest request body", low=1)
-    max_prompts: int = _option(256, "most prompts in one request", low=1)
+    max_prompts: int = _option(2048, "most prompts in one request", low=1)
     max_stop_strings: int = _option(16, "most stop strings in one request", low=1, high=64)
     max_requests: int = _option(4096, "most requests in progress; more are refused with 429", low=1)
     max_requests_per_key: int | None = _option(None, "most requests in progress for one API key", low=1)
@@ -42,6 +43,9 @@ class ServerConfig:
     )
     restart_engine: bool = _option(True, "start a new engine process when one has died")
     drain_timeout: float = _option(30.0, "seconds that running requests get to finish on SIGTERM", low=0.0)
+    pooling: Pooling = _option(
+        "mean", "how /v1/embeddings makes one vector of a prompt's hidden states, unless a request says"
+    )
     live_page: bool = _option(True, "serve the page with the chat and the picture of the engine at /")
 
     def __post_init__(self) -> None:

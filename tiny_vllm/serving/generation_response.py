@@ -1,4 +1,5 @@
-"""The response of an endpoint that generates: whole or streamed, with one end whatever happens.
+"""The response of an endpoint that has the engine compute something: whole or streamed, with one end whatever
+happens.
 
 It owns the request from the engine's door to the last byte. When the client goes away, in the middle of a
 stream or while it waits for a whole answer, everything is given back at once.
@@ -20,9 +21,9 @@ from tiny_vllm.outputs import ChoiceDelta, CompletionOutput
 from tiny_vllm.serving.admission import Admission
 from tiny_vllm.serving.engine_client import EngineClient
 from tiny_vllm.serving.errors import ApiError, api_error
+from tiny_vllm.serving.formats import Format, StreamFormat
 from tiny_vllm.serving.gate import error_response
 from tiny_vllm.serving.generation import Generation
-from tiny_vllm.serving.openai_responses import Format
 from tiny_vllm.text.request_builder import PreparedRequest
 from tiny_vllm.types import FinishReason
 
@@ -38,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 class GenerationResponse(Response):
     """Runs prepared requests and sends their answer.
 
-    form: how to show it. is_streamed: as server-sent events. sends_usage: a stream ends with the usage.
+    form: how to show it. stream: the same, to send it as server-sent events; None for one whole answer.
     timeout: seconds for all of it, None for as long as it takes.
     """
 
@@ -50,9 +51,8 @@ class GenerationResponse(Response):
         form: Format,
         *,
         api_key: str,
-        is_streamed: bool,
-        sends_usage: bool,
         timeout: float | None,
+        stream: StreamFormat | None = None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -60,8 +60,7 @@ class GenerationResponse(Response):
         self._prepared = prepared
         self._form = form
         self._api_key = api_key
-        self._is_streamed = is_streamed
-        self._sends_usage = sends_usage
+        self._stream_form = stream
         self._timeout = timeout
         self._has_started = False
         self._has_left = False
@@ -104,10 +103,11 @@ class GenerationResponse(Response):
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._admission.entered(self._api_key):
-            generation = await self._engine.submit(self._prepared, is_streamed=self._is_streamed)
+            stream = self._stream_form
+            generation = await self._engine.submit(self._prepared, is_streamed=stream is not None)
             with generation:
-                if self._is_streamed:
-                    await self._stream(generation, send)
+                if stream is not None:
+                    await self._stream(generation, stream, send)
                     return
                 await generation.finished()
             for output in generation.outputs:
@@ -116,24 +116,14 @@ class GenerationResponse(Response):
             self._has_started = True
             await Response(data, media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, generation: Generation, send: Send) -> None:
+    async def _stream(self, generation: Generation, form: StreamFormat, send: Send) -> None:
         """The engine has taken the requests: only now is it certain that the status is 200."""
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async for chunks in self._chunks(generation):
+        async for chunks in _chunks(generation, form):
             if chunks:
                 await send({"type": "http.response.body", "body": _events(chunks), "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
-
-    async def _chunks(self, generation: Generation) -> AsyncIterator[list[dict[str, Any]]]:
-        outputs = generation.outputs
-        yield self._form.opening(outputs)
-        while updates := await generation.updates():
-            yield self._form.chunks(outputs, updates)
-            for _, update in updates:
-                _check_reasons(update.deltas)
-        if self._sends_usage:
-            yield [self._form.usage_chunk(outputs)]
 
     async def _say_good_bye(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The server stops before the answer is complete."""
@@ -145,9 +135,19 @@ class GenerationResponse(Response):
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._has_started:
             await error_response(error)(scope, receive, send)
-        elif self._is_streamed:
+        elif self._stream_form is not None:
             body = b"data: " + error.encoded() + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _chunks(generation: Generation, form: StreamFormat) -> AsyncIterator[list[dict[str, Any]]]:
+    outputs = generation.outputs
+    yield form.opening(outputs)
+    while updates := await generation.updates():
+        yield form.chunks(outputs, updates)
+        for _, update in updates:
+            _check_reasons(update.deltas)
+    yield form.closing(outputs)
 
 
 def _check_reasons(choices: Iterable[ChoiceDelta | CompletionOutput]) -> None:

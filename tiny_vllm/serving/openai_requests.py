@@ -13,13 +13,15 @@ from tiny_vllm.serving.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
+    RequestBody,
     TokenizeBody,
     whole_numbers,
 )
 from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import SamplingParams
+from tiny_vllm.types import Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,20 @@ class RequestMaker:
                 numbers = (body.logprobs, body.prompt_logprobs or 0)
                 options["prompt_logprobs"] = -1 if -1 in numbers else max(numbers)
         params = SamplingParams(**options)
-        prompts = self._prompts(body.prompt)
         requests = []
-        for place, prompt in enumerate(prompts):
-            encoded = whole_numbers(prompt)
-            if isinstance(prompt, str) and body.add_special_tokens is False:
-                encoded = self._need_tokenizer().encode(prompt, add_special_tokens=False)
-            prepared = self.builder.build(encoded, params, **self._options(body, call, place))
-            text = prompt if isinstance(prompt, str) else None
-            requests.append(PreparedRequest(prepared.request, text))
+        for place, prompt in enumerate(self._prompts("prompt", body.prompt)):
+            token_ids = self._token_ids(prompt, body)
+            prepared = self.builder.build(token_ids, params, **self._options(body, call, place))
+            requests.append(_with_text(prepared, prompt))
+        return requests
+
+    def embeddings(self, body: EmbeddingBody, pooling: Pooling, call: Call) -> list[PreparedRequest]:
+        """One request per prompt. Raises ApiError or RequestError."""
+        requests = []
+        for place, prompt in enumerate(self._prompts("input", body.input)):
+            token_ids = self._token_ids(prompt, body)
+            prepared = self.builder.build_embedding(token_ids, pooling, **self._options(body, call, place))
+            requests.append(_with_text(prepared, prompt))
         return requests
 
     def chat(self, body: ChatBody, call: Call) -> list[PreparedRequest]:
@@ -86,6 +93,7 @@ class RequestMaker:
             SamplingParams(**options),
             add_generation_prompt=generates,
             template_variables=body.chat_template_kwargs,
+            parse_special_tokens=body.parse_special_tokens is True,
             **self._options(body, call, 0),
         )
         return [prepared]
@@ -102,15 +110,14 @@ class RequestMaker:
             if getattr(body, name):
                 raise ApiError(400, f"{name} has no meaning beside {given}\nhint: leave it out", param=name)
         if body.prompt is not None:
-            return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-        if tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template", hint="send a prompt")
-        rendered = tokenizer.chat_template.render(
+            return self._token_ids(body.prompt, body)
+        _, token_ids = tokenizer.encode_messages(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=body.chat_template_kwargs,
+            parse_special_tokens=body.parse_special_tokens is True,
         )
-        return tokenizer.encode_chat(rendered)
+        return token_ids
 
     def text(self, body: DetokenizeBody) -> str:
         """The text of /detokenize, special tokens included. Raises RequestError."""
@@ -140,7 +147,19 @@ class RequestMaker:
             )
         return options
 
-    def _options(self, body: GenerationBody, call: Call, place: int) -> Mapping[str, Any]:
+    def _token_ids(
+        self, prompt: str | list[int], body: CompletionBody | EmbeddingBody | TokenizeBody
+    ) -> list[int]:
+        """Those of a client's are as they came: the builder looks at each."""
+        if not isinstance(prompt, str):
+            return whole_numbers(prompt)
+        return self._need_tokenizer().encode(
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            parse_special_tokens=body.parse_special_tokens is not False,
+        )
+
+    def _options(self, body: RequestBody, call: Call, place: int) -> Mapping[str, Any]:
         priority = body.priority if body.priority is not None else call.priority
         return {
             "request_id": f"{call.call_id}-{place}",
@@ -149,31 +168,36 @@ class RequestMaker:
             "arrival_time": call.arrival_time,
         }
 
-    def _prompts(self, prompt: Any) -> list[str | list[int]]:
-        """The prompts of a completion: text, ids, or a list of either."""
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list):
-            raise ApiError(400, "prompt must be a string, token ids, or a list of either", param="prompt")
-        if not any(isinstance(item, str | list) for item in prompt):
-            return [prompt]  # the token ids of one prompt; the builder looks at each
-        if not all(isinstance(item, str | list) for item in prompt):
+    def _prompts(self, name: str, value: Any) -> list[str | list[int]]:
+        """The prompts in a parameter: text, ids, or a list of either."""
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list):
+            raise ApiError(400, f"{name} must be a string, token ids, or a list of either", param=name)
+        if not any(isinstance(item, str | list) for item in value):
+            return [value]  # the token ids of one prompt
+        if not all(isinstance(item, str | list) for item in value):
             raise ApiError(
-                400, "prompt mixes token ids with prompts\nhint: put the ids into a list", param="prompt"
+                400, f"{name} mixes token ids with prompts\nhint: put the ids into a list", param=name
             )
-        if len(prompt) > self.max_prompts:
+        if len(value) > self.max_prompts:
             raise ApiError(
                 400,
-                f"there are {len(prompt)} prompts, but at most {self.max_prompts} are allowed\n"
+                f"there are {len(value)} prompts, but at most {self.max_prompts} are allowed\n"
                 "hint: the limit is the server option max_prompts",
-                param="prompt",
+                param=name,
             )
-        return prompt
+        return value
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer", hint="send token ids")
         return self.tokenizer
+
+
+def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:
+    """The same, with the prompt as the client wrote it."""
+    return PreparedRequest(prepared.request, prompt if isinstance(prompt, str) else None)
 
 
 def _joined_salt(tenant: str | None, request: str | None) -> str | None:

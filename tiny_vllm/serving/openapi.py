@@ -34,6 +34,7 @@ class BodyLimits:
     """What bodies may hold on this server.
 
     num_ids: token ids of the model. num_text_ids: those that stand for text; 0 without a tokenizer.
+    hidden_size: values of an embedding.
     takes_empty_prompts: an empty prompt is a BOS token. max_logprobs: -1 for the whole vocabulary.
     """
 
@@ -41,6 +42,7 @@ class BodyLimits:
     num_ids: int
     num_text_ids: int
     takes_empty_prompts: bool
+    hidden_size: int
     max_n: int
     max_logprobs: int
     max_prompts: int
@@ -69,6 +71,7 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
     text = {"type": "string", "minLength": 0 if limits.takes_empty_prompts else 1}
     prompt_ids = {**ids, "minItems": text["minLength"]}
     many = {"minItems": 1, "maxItems": limits.max_prompts}
+    prompts = [text, {**_array(text), **many}, prompt_ids, {**_array(prompt_ids), **many}]
     stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_LEN}
     bad_word = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_LEN}
     bias = {
@@ -78,7 +81,10 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
     }
     known: Schema = {
         "model": {"anyOf": [{"const": limits.model_name}, NULL]},
-        "n": {"maximum": limits.max_n, "description": "choices per prompt; all of them count against a limit"},
+        "n": {
+            "maximum": limits.max_n,
+            "description": "choices per prompt; all of them count against a limit",
+        },
         "max_tokens": {"maximum": MAX_INTEGER},
         "max_completion_tokens": {"maximum": MAX_INTEGER},
         "top_k": {"maximum": MAX_INTEGER},
@@ -90,6 +96,8 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
         "allowed_token_ids": {"anyOf": [{**ids, "minItems": 1}, NULL]},
         "bad_words": {"anyOf": [{**_array(bad_word), "maxItems": MAX_BAD_WORDS}, NULL]},
         "logit_bias": {"anyOf": [bias, NULL]},
+        "dimensions": {"maximum": limits.hidden_size},
+        "input": {"anyOf": prompts},
         "tokens": _array(_ids_below(limits.num_text_ids)),
     }
     for name, told in known.items():
@@ -97,18 +105,9 @@ def _limit(properties: Schema, limits: BodyLimits) -> None:
             properties[name].update(told)
     if "cache_salt" in properties:
         properties["cache_salt"]["minLength"] = 1
-    if "n" in properties:
-        if "messages" in properties:  # of a chat, where logprobs is yes or no
-            return
+    if "n" in properties and "prompt" in properties:  # of a completion: elsewhere these names mean less
         properties["logprobs"].update(logprobs)
-        properties["prompt"].update(
-            anyOf=[
-                text,
-                {**_array(text), **many},
-                prompt_ids,
-                {**_array(prompt_ids), **many},
-            ]
-        )
+        properties["prompt"].update(anyOf=prompts)
 
 
 def _add_extras(schema: Schema) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from tiny_vllm.serving.errors import schema_error
 from tiny_vllm.serving.parameters import check_unsupported
+from tiny_vllm.text.chat_template import ROLE
 from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY
-from tiny_vllm.types import SAMPLING_FIELDS
+from tiny_vllm.types import SAMPLING_FIELDS, Pooling
 
 TEXT_PART = {
     "type": "object",
@@ -52,7 +53,7 @@ MessagesField = Annotated[
                 "type": "object",
                 "required": ["role", "content"],
                 "properties": {
-                    "role": {"type": "string", "minLength": 1},
+                    "role": {"type": "string", "pattern": f"^{ROLE.pattern}$"},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]},
                 },
             },
@@ -79,6 +80,11 @@ class Body(BaseModel):
         check_unsupported(self.model_extra or {}, type(self).model_fields)
 
 
+ADD_SPECIAL = "begin text prompts with BOS (default: true)"
+OPEN_TURN = "open the assistant's turn (default: true)"
+PARSE_SPECIAL = "take control tokens that the client writes as such (default: in prompts, not in messages)"
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -87,7 +93,22 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="accepted; there is none")
 
 
-class GenerationBody(Body):
+class RequestBody(Body):
+    """What all endpoints share that have the engine compute something."""
+
+    priority: Integer | None = _documented(
+        MIN_PRIORITY,
+        MAX_PRIORITY,
+        description="smaller is more urgent; also the header X-Priority; default 0",
+    )
+    cache_salt: str | None = Field(None, description="share cached prefixes only under the same salt")
+    request_id: str | None = Field(
+        None, max_length=128, description="part of the answer's id; need not be unique"
+    )
+    parse_special_tokens: bool | None = Field(None, description=PARSE_SPECIAL)
+
+
+class GenerationBody(RequestBody):
     """What both generating endpoints share. Fields without a description are those of SamplingParams."""
 
     # Fields that are renamed or combined before they become sampling parameters.
@@ -105,26 +126,19 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
     seed: Integer | None = _documented(-(2**63), 2**64 - 1)
     stop: str | Texts | None = None
-    stop_token_ids: Ids | None = None
+    stop_token_ids: Ids | None = Field(None, description="tokens that end the text")
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     logit_bias: BiasField = None
-    prompt_logprobs: Integer | None = _documented(-1)
-    skip_special_tokens: bool | None = None
+    prompt_logprobs: Integer | None = _documented(
+        -1, description="log-probabilities of this many tokens at every prompt token but the first"
+    )
+    skip_special_tokens: bool | None = Field(None, description="leave control tokens out of the text")
 
     stream: bool | None = Field(None, description="send server-sent events as text is generated")
     stream_options: StreamOptions | None = None
-    priority: Integer | None = _documented(
-        MIN_PRIORITY,
-        MAX_PRIORITY,
-        description="smaller is more urgent; also the header X-Priority; default 0",
-    )
-    cache_salt: str | None = Field(None, description="share cached prefixes only under the same salt")
-    request_id: str | None = Field(
-        None, max_length=128, description="part of the answer's id; need not be unique"
-    )
     return_token_ids: bool | None = Field(None, description="add token ids to prompts and choices")
     return_tokens_as_token_ids: bool | None = Field(None, description="name tokens token_id:N in logprobs")
 
@@ -142,7 +156,7 @@ class CompletionBody(GenerationBody):
     logprobs: Integer | None = _documented(
         -1, description="log-probabilities of this many tokens per position"
     )
-    add_special_tokens: bool | None = Field(None, description="begin text prompts with BOS (default: true)")
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL)
 
 
 class ChatBody(GenerationBody):
@@ -150,10 +164,27 @@ class ChatBody(GenerationBody):
 
     messages: MessagesField
     max_completion_tokens: Integer | None = _documented(0, description="most tokens per choice")
-    logprobs: bool | None = Field(None, description="return log-probabilities")
+    logprobs: bool | None = Field(None, description="in a chat, yes or no")
     top_logprobs: Integer | None = _documented(-1, description="of this many tokens per position")
-    add_generation_prompt: bool | None = Field(None, description="open the assistant's turn (default: true)")
+    add_generation_prompt: bool | None = Field(None, description=OPEN_TURN)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+
+
+class EmbeddingBody(RequestBody):
+    """Body of /v1/embeddings."""
+
+    input: PromptField = Field(description="text, token ids, or a list of either")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of FP32 values, little-endian (default: float)"
+    )
+    dimensions: Integer | None = _documented(
+        1, description="keep the first so many values, for models trained for it"
+    )
+    pooling: Pooling | None = Field(
+        None, description="mean over all tokens, or the last one (default: the server's --pooling)"
+    )
+    normalize: bool | None = Field(None, description="to length 1 (default: true)")
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL)
 
 
 class TokenizeBody(Body):
@@ -161,9 +192,10 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: MessagesField = None
-    add_special_tokens: bool | None = Field(None, description="of a prompt (default: true)")
-    add_generation_prompt: bool | None = Field(None, description="of messages (default: true)")
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL)
+    add_generation_prompt: bool | None = Field(None, description=OPEN_TURN)
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_special_tokens: bool | None = Field(None, description=PARSE_SPECIAL)
     return_token_strs: bool | None = Field(None, description="add each token's text")
 
 

@@ -70,6 +70,7 @@ def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel
         name=config.served_model_name or checkpoint.name,
         aliases=frozenset() if config.served_model_name else frozenset(map(str, aliases)),
         vocab_size=checkpoint.spec.vocab_size,
+        hidden_size=checkpoint.spec.hidden_size,
         kv_values_per_token=checkpoint.spec.kv_values_per_token,
         tokenizer=None if checkpoint.tokenizer is None else checkpoint.load_tokenizer(),
     )

@@ -26,12 +26,13 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding.
 
-    kv_values_per_token: K and V over all layers.
+    hidden_size: values of an embedding. kv_values_per_token: K and V over all layers.
     """
 
     name: str
     aliases: frozenset[str]
     vocab_size: int
+    hidden_size: int
     kv_values_per_token: int
     tokenizer: Tokenizer | None
 

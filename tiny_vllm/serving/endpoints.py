@@ -1,0 +1,161 @@
+"""The endpoints that take prompts: OpenAI's, and vLLM's for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tiny_vllm.serving.body import read_body
+from tiny_vllm.serving.chat_format import ChatFormat
+from tiny_vllm.serving.completion_format import CompletionFormat
+from tiny_vllm.serving.embedding_format import EmbeddingFormat, embedding_params
+from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.formats import Format, Heading, StreamFormat
+from tiny_vllm.serving.generation_response import GenerationResponse
+from tiny_vllm.serving.json_response import json_response
+from tiny_vllm.serving.openai_requests import Call, amount_of_text, tenant_salt
+from tiny_vllm.serving.routes import SSE, Routes
+from tiny_vllm.serving.schemas import (
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RequestBody,
+    TokenizeBody,
+)
+from tiny_vllm.serving.service import Service
+from tiny_vllm.text.request_builder import PreparedRequest
+
+NUM_WORKERS = 2
+LONG_TEXT = 20_000
+"""Characters above which a prompt is tokenised in another thread, so that others do not wait."""
+
+
+class Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        # Few, because each may need a hundred times the memory of its text.
+        self._workers = ThreadPoolExecutor(NUM_WORKERS)
+        self._run_id = secrets.token_hex(3)
+        self._numbers = itertools.count(1)
+
+    def register(self, routes: Routes) -> None:
+        routes.post("/v1/completions", self.completions, CompletionBody, "Continue prompts", SSE)
+        routes.post("/v1/chat/completions", self.chat_completions, ChatBody, "Answer a conversation", SSE)
+        routes.post("/v1/embeddings", self.embeddings, EmbeddingBody, "Prompts to vectors")
+        routes.post("/tokenize", self.tokenize, TokenizeBody, "Text or messages to token ids")
+        routes.post("/detokenize", self.detokenize, DetokenizeBody, "Token ids to text")
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    async def completions(self, http: Request) -> Response:
+        body = await self._read(http, CompletionBody)
+        call = self._call(http, body, "cmpl")
+        make = partial(self._service.maker.completion, body, call)
+        prepared = await self._prepare(make, amount_of_text(body.prompt))
+        form = CompletionFormat(body, self._heading(call), self._service.model.tokenizer)
+        return self._answer(http, prepared, form, stream=form if body.stream else None)
+
+    async def chat_completions(self, http: Request) -> Response:
+        body = await self._read(http, ChatBody)
+        call = self._call(http, body, "chatcmpl")
+        make = partial(self._service.maker.chat, body, call)
+        prepared = await self._prepare(make, amount_of_text(body.messages))
+        form = ChatFormat(body, self._heading(call), self._service.model.tokenizer)
+        return self._answer(http, prepared, form, stream=form if body.stream else None)
+
+    async def embeddings(self, http: Request) -> Response:
+        body = await self._read(http, EmbeddingBody)
+        params = embedding_params(body, self._service.config.pooling)
+        params.check(self._service.model.hidden_size)
+        call = self._call(http, body, "embd")
+        make = partial(self._service.maker.embeddings, body, params.pooling, call)
+        prepared = await self._prepare(make, amount_of_text(body.input))
+        form = EmbeddingFormat(params, body.encoding_format == "base64", self._service.model.name)
+        return self._answer(http, prepared, form)
+
+    async def tokenize(self, http: Request) -> Response:
+        body = await self._read(http, TokenizeBody)
+        amount = amount_of_text(body.prompt) + amount_of_text(body.messages)
+        token_ids = await self._prepare(partial(self._service.maker.tokens, body), amount)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._service.max_model_len,
+            "tokens": token_ids,
+        }
+        if body.return_token_strs:
+            tokenizer = self._service.model.tokenizer
+            assert tokenizer is not None
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+        return json_response(answer)
+
+    async def detokenize(self, http: Request) -> Response:
+        body = await self._read(http, DetokenizeBody)
+        text = await self._prepare(partial(self._service.maker.text, body), len(body.tokens))
+        return json_response({"prompt": text})
+
+    async def _read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
+        """The body of a call. Raises ApiError also if it is for another model."""
+        body = await read_body(http, body_class, self._service.config)
+        self._service.check_model(body.model)
+        return body
+
+    async def _prepare(self, work: partial[Any], amount: int) -> Any:
+        """Run work on a prompt: here if it is short, else where it holds nobody up."""
+        if amount <= LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def _call(self, http: Request, body: RequestBody, prefix: str) -> Call:
+        """The id is unique whatever the client calls itself."""
+        given = body.request_id or http.state.request_id
+        salt = tenant_salt(http.state.api_key) if self._service.config.separate_keys else None
+        return Call(
+            call_id=f"{prefix}-{given}-{self._run_id}{next(self._numbers):x}",
+            priority=_priority(http.headers.get("x-priority")),
+            salt=salt,
+            arrival_time=time.monotonic(),
+        )
+
+    def _heading(self, call: Call) -> Heading:
+        return Heading(call.call_id, int(time.time()), self._service.model.name)
+
+    def _answer(
+        self,
+        http: Request,
+        prepared: list[PreparedRequest],
+        form: Format,
+        *,
+        stream: StreamFormat | None = None,
+    ) -> GenerationResponse:
+        self._service.check_num_choices(sum(item.request.sampling.n for item in prepared))
+        return GenerationResponse(
+            self._service.engine,
+            self._service.admission,
+            prepared,
+            form,
+            api_key=http.state.api_key,
+            timeout=self._service.config.request_timeout,
+            stream=stream,
+        )
+
+
+def _priority(header: str | None) -> int | None:
+    if header is None:
+        return None
+    try:
+        return int(header[:20])
+    except ValueError:
+        raise ApiError(
+            400, f"the header X-Priority is {header[:20]!r}, but must be an integer", param="priority"
+        ) from None

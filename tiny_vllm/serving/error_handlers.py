@@ -1,0 +1,48 @@
+"""One shape for every error of the application, those of the framework included."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tiny_vllm.errors import TinyVLLMError
+from tiny_vllm.serving.errors import ApiError, api_error
+from tiny_vllm.serving.gate import error_response
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(TinyVLLMError, _ours)
+    app.add_exception_handler(ApiError, _api)
+    app.add_exception_handler(HTTPException, _framework)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _ours(http: Request, error: Exception) -> Response:
+    assert isinstance(error, TinyVLLMError)
+    return error_response(api_error(error))
+
+
+async def _api(http: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _framework(http: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {http.url.path[:200]} here",
+        405: f"{http.method[:20]} is not possible at {http.url.path[:200]}",
+    }.get(error.status_code, str(error.detail))
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _fault(http: Request, error: Exception) -> Response:
+    message = f"unexpected {type(error).__name__}; the server's log has more"
+    return error_response(ApiError(500, message, kind="server_error"))
