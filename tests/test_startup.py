@@ -1,0 +1,67 @@
+"""benchmarks/startup.py with a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.startup import PARTS, Clock
+from tests.cli.test_bench_decode import CONFIG
+from tiny_vllm.kernels.cpu_decode import has_numba
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    report = tmp_path / "results" / "startup.json"
+    command = [sys.executable, "benchmarks/startup.py", "--model", str(tmp_path), "--json", str(report)]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--repeats", "1", "--input-len", "9", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    return done.returncode, content, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_numba(), reason="only numba compiles anything on a CPU")
+def test_a_second_start_finds_what_the_first_has_compiled(tmp_path: Path) -> None:
+    code, report, output = run(tmp_path)
+    assert code == 0, output
+    cold, warm = report["rows"]
+    assert (cold["caches"], warm["caches"]) == ("cold", "warm")
+    assert cold["engine"] > 2 * warm["engine"]
+    for row in (cold, warm):
+        # The parts are one after another, and nothing else comes before the first token.
+        assert sum(row[name] for name in PARTS[:-1]) == pytest.approx(row["seconds_to_first_token"], rel=0.2)
+        assert row["seconds_to_first_token"] < row["seconds_to_second_token"]
+    assert report["engine"]["device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_is_no_row(tmp_path: Path) -> None:
+    code, report, output = run(tmp_path, "--engine", '{"max_num_seqs": 0}')
+    assert code == 1 and report == {}
+    assert "max_num_seqs" in output and "ended with 1 after 0 tokens" in output
+
+
+def test_parts_that_happen_several_times_are_added_up() -> None:
+    clock = Clock()
+    clock.add("compile", 1.0)
+    assert clock.timed("compile", lambda value, more: value + more)(1, more=2) == 3
+    with clock.part("other"):
+        pass
+    assert clock.counts == {"compile": 2, "other": 1}
+    assert 1.0 <= clock.seconds["compile"] < 2.0
