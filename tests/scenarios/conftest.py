@@ -11,20 +11,30 @@ from typing import Any
 import pytest
 
 from tests.helpers.oracle import greedy_tokens
-from tests.helpers.tiny_models import BOS, BOS_ID, TURN_END, make_tiny_llama, make_tiny_tokenizer, save_tiny_llama
+from tests.helpers.tiny_models import (
+    BOS,
+    BOS_ID,
+    TURN_END,
+    make_tiny_llama,
+    make_tiny_tokenizer,
+    save_tiny_llama,
+)
 from tests.serving.support import RunningServer, running_server, wait_until
 from tiny_vllm import LLM
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND
 
 CONTEXT = 2048
-STRICT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{%- if message.role not in ['system', 'user', 'assistant'] %}
-{{- raise_exception('there is no role ' + message.role) }}
-{%- endif %}
-{%- if message.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}
-{%- if loop.previtem and loop.previtem.role == message.role %}{{ raise_exception('roles must alternate') }}{% endif %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+STRICT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('there is no role ' + message.role) }}{% endif %}"
+    "{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system must come first') }}{% endif %}"
+    "{% if loop.previtem and loop.previtem.role == message.role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,7 @@ def test_s03_a_conversation_beyond_the_context_is_refused_with_its_length(
     num_tokens = server.post("/tokenize", {"messages": messages}).json()["count"]
     assert num_tokens > CONTEXT * excess
     for budget in ({}, {"max_tokens": 1}, {"max_tokens": 10**9}):
-        answer = server.post(
-            "/v1/chat/completions", {"messages": messages, "stream": is_streamed, **budget}
-        )
+        answer = server.post("/v1/chat/completions", {"messages": messages, "stream": is_streamed, **budget})
         assert answer.status == 400
         assert f"{num_tokens} tokens" in answer.error["message"]
         assert str(CONTEXT) in answer.error["message"]
@@ -131,9 +129,7 @@ def test_s08_choices_of_all_prompts_together_are_capped(server: Served) -> None:
         assert "128 choices" in answer.error["message"] and "16" in answer.error["message"]
 
 
-def test_s08_a_long_prompt_is_scored_few_rows_at_a_time(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s08_a_long_prompt_is_scored_few_rows_at_a_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of logits is as long as the vocabulary: all rows of a long prompt at once would be gigabytes."""
     num_rows: list[int] = []
     logits = Decoder.logits
