@@ -1,0 +1,235 @@
+"""The Hopper kernel of prefill attention without a GPU: emulated, and as the compiler leaves it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.cubin import resource_usage
+from tests.helpers.hopper_prefill import attend_emulated, missing_compiler
+from tests.helpers.kernel_compiler import meta, missing_tools
+from tests.kernels import test_prefill_attention as reference
+from tests.kernels.test_prefill_attention import make_case
+from tiny_vllm.kernels.cuda.errors import CompileError
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.hopper_prefill import launch
+from tiny_vllm.kernels.hopper_prefill.launch import (
+    REGISTERS,
+    VARIANTS,
+    Shape,
+    Variant,
+    attend,
+    macros,
+    obstacle,
+    shared_bytes,
+    source,
+)
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+# Of the largest value: weights and the result are rounded once each.
+TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SHARED_LIMIT = 232448  # bytes a block of an H200 can have
+# (chunk_len, context_len) of each sequence, num_heads, num_kv_heads, head_dim, page_size
+CASES = {
+    "llama_1b": ([(40, 40), (17, 300), (1, 33), (150, 450)], 8, 2, 64, 16),
+    "llama_8b": ([(130, 290), (1, 1), (5, 700)], 8, 2, 128, 16),
+    "one_group_large_pages": ([(200, 200), (64, 128), (3, 70)], 2, 2, 64, 64),
+    "group_8": ([(33, 260), (20, 20)], 8, 1, 128, 32),
+    "group_7": ([(60, 200), (3, 5)], 14, 2, 64, 16),
+    "many_sequences": ([(index % 9 + 1, index + 10) for index in range(70)], 4, 1, 64, 16),
+}
+EVERYTHING = dict(window=70, sinks=True)
+RUNS = {
+    "llama_1b": ("llama_1b", VARIANTS[64], {}, torch.bfloat16),
+    "llama_8b": ("llama_8b", VARIANTS[128], {}, torch.bfloat16),
+    "window_and_sinks": ("llama_1b", VARIANTS[64], EVERYTHING, torch.bfloat16),
+}
+SLOW_RUNS = {
+    "half": ("one_group_large_pages", VARIANTS[64], {}, torch.float16),
+    "group_7": ("group_7", VARIANTS[64], {}, torch.bfloat16),
+    "short_tiles": ("llama_8b", Variant(64, 2, 4), {}, torch.bfloat16),
+    "one_warpgroup": ("llama_1b", Variant(128, 1, 2, False), {}, torch.bfloat16),
+    "two_warpgroups": ("llama_1b", Variant(128, 2, 3), EVERYTHING, torch.float16),
+    "no_turns": ("llama_1b", Variant(64, 3, 2, False), {}, torch.bfloat16),
+    "group_8": ("group_8", VARIANTS[128], dict(window=1), torch.bfloat16),
+    "many_sequences": ("many_sequences", VARIANTS[64], dict(sinks=True), torch.bfloat16),
+    "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
+}
+
+
+@pytest.fixture(autouse=True)
+def more_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, case in CASES.items():
+        monkeypatch.setitem(reference.CASES, name, case)
+
+
+def check(
+    case: str,
+    variant: Variant,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    seeds: range = range(3),
+    mistake: tuple[str, str] | None = None,
+) -> None:
+    options = dict(options)
+    if "sinks" in options:
+        options["sinks"] = 2 * torch.randn(CASES[case][1])
+    q, k_cache, v_cache, tables, expected = make_case(case, dtype, float("nan"), **options)
+    atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+    for seed in seeds:
+        # Fewer blocks than tiles, another number each time.
+        actual = attend_emulated(
+            q, k_cache, v_cache, *tables, q.shape[-1] ** -0.5, variant=variant, blocks=2 + seed, seed=seed,
+            mistake=mistake, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+@needs_compiler
+@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
+def test_the_emulated_kernel_is_causal_over_the_own_context(run: str) -> None:
+    check(*(RUNS | SLOW_RUNS)[run])
+
+
+@needs_compiler
+def test_tables_of_32_bits() -> None:
+    q, k_cache, v_cache, tables, expected = make_case("group_8", torch.bfloat16, float("nan"))
+    actual = attend_emulated(
+        q, k_cache, v_cache, *(table.int() for table in tables), 128**-0.5, variant=VARIANTS[128]
+    )
+    atol = TOLERANCES[torch.bfloat16] * float(v_cache[v_cache.isfinite()].abs().max())
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+MISTAKES = {
+    "no_fence": ("  fence_shared();\n", ""),
+    "keys_are_read_before_they_come": (
+        "    wait(shared.k_full(k.stage), k.parity);\n    take_turn();",
+        "    take_turn();",
+    ),
+}
+SLOW_MISTAKES = {
+    "weights_change_under_a_product": (
+        "    products_wait<0>();\n    hold(output), hold(weights), hold(scores);",
+        "",
+    ),
+    "scores_are_read_before_they_come": ("    products_wait<1>();\n", ""),
+    "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
+    "a_stage_is_reused_early": ("wait(shared.v_empty(v.stage), v.parity ^ 1);", ""),
+    "a_stage_is_never_free": (
+        "    release(shared.v_empty(v.stage));\n    v.advance();\n    shrink",
+        "    v.advance();\n    shrink",
+    ),
+    "queries_are_read_before_they_come": ("    wait(shared.q_full(q.stage), q.parity);\n", ""),
+    "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
+    "nobody_begins": ("    if (warpgroup == WARPGROUPS - 1) pass_turn();", ""),
+    "masks_begin_late": ("(j + 1) * BLOCK_N > first_position + 1", "(j + 1) * BLOCK_N > first_position + 40"),
+    "no_barrier_behind_the_zeros": ("  named_sync(OWN + warpgroup, 128);", ""),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+)
+def test_the_emulation_notices_mistakes(name: str) -> None:
+    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
+        check("llama_1b", Variant(128, 2, 2), {}, torch.bfloat16, mistake=mistake)
+
+
+def shape(head_dim: int, **changes: Any) -> Shape:
+    fields = dict(
+        head_dim=head_dim, group=4, num_kv_heads=8, page_size=16, dtype=torch.bfloat16, is_windowed=False,
+        has_sinks=False, table=torch.int64, starts=torch.int64, lens=torch.int64,
+    )  # fmt: skip
+    return Shape(**(fields | changes))
+
+
+COMPILED = {
+    "heads_of_64": (shape(64), VARIANTS[64]),
+    "heads_of_128": (shape(128), VARIANTS[128]),
+    "variants": (shape(64, is_windowed=True, has_sinks=True, dtype=torch.float16), VARIANTS[64]),
+}
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.parametrize("name", COMPILED)
+def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_path: Path) -> None:
+    import triton
+
+    own, variant = COMPILED[name]
+    cubin = compile_cubin(source(), name="prefill", defines=macros(own, variant))
+    (usage,) = resource_usage(cubin).values()
+    assert usage.stack_bytes == 0
+    # What a block starts with is enough for what its warpgroups claim.
+    producer, consumer = REGISTERS[variant.warpgroups]
+    assert producer + variant.warpgroups * consumer <= usage.registers * (variant.warpgroups + 1)
+
+    (tmp_path / "cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    # Serialised products would each have a wait of their own.
+    order = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", text)
+    waits = [index for index, word in enumerate(order) if word.startswith("DEPBAR")]
+    assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", "0"]
+    for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
+        between = order[first + 1 : second]
+        assert between.count("MUFU.EX2") >= variant.block_n // 2 and "HGMMA" not in between
+
+
+@pytest.mark.parametrize("head_dim", VARIANTS)
+def test_a_block_fits_into_a_multiprocessor(head_dim: int) -> None:
+    variant = VARIANTS[head_dim]
+    assert shared_bytes(head_dim, variant) <= SHARED_LIMIT
+    producer, consumer = REGISTERS[variant.warpgroups]
+    assert 128 * (producer + variant.warpgroups * consumer) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(head_dim=80), "the head size 80"),
+        (dict(page_size=8), "the page size 8"),
+        (dict(dtype=torch.float32), r"torch\.float32 has no tensor cores"),
+        (dict(cache=torch.float8_e4m3fn), "is not that of the queries"),
+        (dict(softcap=5.0), r"a soft cap of 5\.0"),
+        (dict(scale=-1.0), "the scale -1"),
+        (dict(num_heads=256, num_kv_heads=2), "128 query heads per KV head"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_named(changes: dict[str, Any], reason: str) -> None:
+    own: dict[str, Any] = dict(
+        head_dim=64, page_size=16, dtype=torch.bfloat16, num_heads=8, num_kv_heads=2, scale=0.1, softcap=None
+    )
+    assert obstacle(*tensors(**own), own["scale"], None) is None
+    own |= changes
+    found = obstacle(*tensors(**own), own["scale"], own["softcap"])
+    assert found is not None and re.search(reason, found)
+
+
+def tensors(
+    head_dim: int, page_size: int, dtype: torch.dtype, num_heads: int, num_kv_heads: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cache = meta(10, num_kv_heads, page_size, head_dim, dtype=options.get("cache", dtype))
+    return meta(5, num_heads, head_dim, dtype=dtype), cache, cache
+
+
+def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CompileError("NVRTC is not here")
+
+    monkeypatch.setattr(launch, "compile_attention", fail)
+    q, k_cache, v_cache, tables, _ = make_case("llama_1b", torch.bfloat16, 0.0)
+    arguments = q, k_cache, v_cache, *tables, 0.125
+    with pytest.warns(RuntimeWarning, match="NVRTC is not here"):
+        assert attend(*arguments) is None
+    assert attend(*arguments) is None  # warnings are errors

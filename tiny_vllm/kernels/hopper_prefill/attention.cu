@@ -1,0 +1,444 @@
+// Prefill attention for Hopper: what prefill_attention.py describes, with 16-bit values and heads of 64
+// or 128.
+//
+// A block works through tiles of ROWS rows, a row being a query of one of a KV head's GROUP heads. One
+// warp copies (TMA): a tile's rows of q into one of two buffers, and its keys and values, BLOCK_N at a
+// time, page by page, into two rings of STAGES. WARPGROUPS warpgroups compute, 64 rows each:
+//
+//     scores of keys j      tensor cores: queries and keys from shared memory
+//     weights of keys j     exponents of 2, beside the next line's product of keys j - 1
+//     output                tensor cores: weights from registers, values from shared memory
+//
+// So a warpgroup always has a product under way while it computes exponents, its own or (PINGPONG) that
+// of the next warpgroup: they hand on a token for issuing products, so that they do not all want the same
+// unit.
+//
+// Registers of a product [64, N]: warp w of the group holds rows 16 w .. 16 w + 15; of 8 columns 8 i .. 8
+// i + 7 lane 4 r + c holds columns 2 c and 2 c + 1 of row r in [4 i] and [4 i + 1], and of row r + 8 in
+// [4 i + 2] and [4 i + 3]. As the left operand of 16 terms, two such groups of columns are its four
+// registers in this order.
+//
+// Shared memory holds 64 columns of a tile as rows of 128 bytes; heads of 128 are two such blocks ("spans").
+//
+// Nothing beyond a sequence's context reaches the result: pages without keys are not read, keys there get
+// weight 0, and values there are overwritten with zeros, because 0 * NaN is NaN.
+//
+// Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
+// BLOCK_N, WARPGROUPS, STAGES, PINGPONG, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
+// STARTS and LENS are integer types.
+
+constexpr int ROWS = WARPGROUPS * 64;
+constexpr int QUERIES = ROWS / GROUP;  // of a tile
+constexpr int SPANS = HEAD_DIM / 64;
+constexpr int PAGES = BLOCK_N / PAGE_SIZE;  // of BLOCK_N keys
+constexpr u32 Q_BYTES = ROWS * HEAD_DIM * 2, KEY_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr u32 PAGE_BYTES = PAGE_SIZE * HEAD_DIM * 2;
+constexpr int CONSUMER_WARPS = WARPGROUPS * 4;
+constexpr int TURNS = 1;  // the first named barrier of the tokens; then one for each warpgroup's own use
+constexpr int OWN = TURNS + WARPGROUPS;
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
+static_assert(BLOCK_N % PAGE_SIZE == 0 && PAGE_SIZE % 8 == 0 && PAGES <= 32, "pages, one a lane");
+static_assert(GROUP <= 64, "rows");
+
+struct alignas(64) Params {
+  TensorMap q, k, v;  // boxes: QUERIES queries of GROUP heads, and pages; of 64 columns
+  void* output;
+  const TABLE* page_table;  // [num_sequences][table_width]
+  const STARTS* query_starts;
+  const LENS* context_lens;
+  const float* sinks;  // [KV_HEADS][GROUP]
+  i64 table_width;
+  float factor;  // of the scores, for base 2
+  int num_sequences, num_tiles, window;
+};
+
+// Where things lie in shared memory.
+struct Shared {
+  u32 base;
+  DEV Shared() : base((shared_base() + 1023) / 1024 * 1024) {}
+  DEV u32 queries(int buffer) const { return base + buffer * Q_BYTES; }
+  DEV u32 keys(int stage) const { return base + 2 * Q_BYTES + stage * KEY_BYTES; }
+  DEV u32 values(int stage) const { return keys(STAGES + stage); }
+  // Barriers: "full" of q, keys and values, then "empty" of the same.
+  DEV u32 barrier(int index) const { return keys(2 * STAGES) + index * 8; }
+  DEV u32 q_full(int buffer) const { return barrier(buffer); }
+  DEV u32 k_full(int stage) const { return barrier(2 + stage); }
+  DEV u32 v_full(int stage) const { return barrier(2 + STAGES + stage); }
+  DEV u32 q_empty(int buffer) const { return barrier(FULL + buffer); }
+  DEV u32 k_empty(int stage) const { return barrier(FULL + 2 + stage); }
+  DEV u32 v_empty(int stage) const { return barrier(FULL + 2 + STAGES + stage); }
+  DEV u32 scratch() const { return barrier(2 * FULL); }
+  static constexpr int FULL = 2 + 2 * STAGES;
+};
+
+// A place in a ring, and the parity of its "full" barrier.
+template <int SIZE>
+struct Place {
+  int stage = 0;
+  u32 parity = 0;
+  DEV void advance() {
+    if (++stage == SIZE) stage = 0, parity ^= 1;
+  }
+};
+
+struct Tile {
+  int sequence, kv_head, first_query, query_end, context_len;
+  int begin, end;  // in BLOCK_N keys
+  DEV int position(int query) const { return context_len - query_end + min(query, query_end - 1); }
+};
+
+// The block's tile of this round, by the whole warp. The last tiles of sequences, with the most keys,
+// come first, for all heads; blocks take them to and fro, so that none gets the longest of every round.
+// False: there is no tile; `is_over` says whether there are none in later rounds either.
+DEV bool find_tile(const Params& p, int round, int lane, Tile& tile, bool& is_over) {
+  const int blocks = num_blocks(), count = p.num_tiles * KV_HEADS;
+  const int place = round * blocks + (round & 1 ? blocks - 1 - block_index() : block_index());
+  is_over = round * blocks >= count;
+  if (place >= count) return false;
+  const int index = p.num_tiles - 1 - place / KV_HEADS;
+  // Sequence s has its tiles at starts[s] / QUERIES + s and after: never too few, and the spare ones are
+  // empty.
+  int before = 0;
+  for (int first = 0; first < p.num_sequences; first += 32) {
+    const int s = first + lane;
+    const bool starts = s < p.num_sequences && (int)load_constant(p.query_starts + s) / QUERIES + s <= index;
+    const u32 found = votes(starts);
+    before += count_bits(found);
+    if (found != ~0u) break;
+  }
+  tile.sequence = before - 1;
+  tile.kv_head = place % KV_HEADS;
+  const int start = (int)load_constant(p.query_starts + tile.sequence);
+  tile.query_end = (int)load_constant(p.query_starts + tile.sequence + 1);
+  tile.context_len = (int)load_constant(p.context_lens + tile.sequence);
+  tile.first_query = start + (index - start / QUERIES - tile.sequence) * QUERIES;
+  if (tile.first_query >= tile.query_end) return false;
+  tile.begin = WINDOWED ? max(tile.position(tile.first_query) - p.window + 1, 0) / BLOCK_N : 0;
+  tile.end = tile.position(tile.first_query + QUERIES - 1) / BLOCK_N + 1;
+  return true;
+}
+
+// The number of this lane's page of keys j, and how many pages there are.
+DEV u32 load_page(const TABLE* table, int context_len, int j, int lane) {
+  const int page = j * PAGES + lane;
+  return lane < PAGES && page * PAGE_SIZE < context_len ? (u32)load_constant(table + page) : 0;
+}
+DEV int count_pages(int context_len, int j) {
+  return min((context_len + PAGE_SIZE - 1) / PAGE_SIZE - j * PAGES, PAGES);
+}
+
+// One warp: pages of keys or values into a stage of shared memory. page: this lane's.
+DEV void copy_pages(const TensorMap& map, u32 target, u32 full, u32 page, int count, int kv_head, int lane) {
+  if (lane == 0) arrive_expecting(full, count * PAGE_BYTES);
+  for (int i = 0; i < count; ++i) {
+    const int row = (int)((broadcast(page, i) * KV_HEADS + kv_head) * PAGE_SIZE);
+    if (lane == 0)
+#pragma unroll
+      for (int span = 0; span < SPANS; ++span)
+        copy_box(target + (span * BLOCK_N + i * PAGE_SIZE) * 128, map, span * 64, row, full);
+  }
+}
+
+DEV void produce(const Params& p, const Shared& shared, int lane) {
+  Place<2> q;
+  Place<STAGES> k, v;
+  Tile tile;
+  bool is_over = false;
+  for (int round = 0; !is_over; ++round) {
+    if (!find_tile(p, round, lane, tile, is_over)) continue;
+    wait(shared.q_empty(q.stage), q.parity ^ 1);
+    if (lane == 0) {
+      arrive_expecting(shared.q_full(q.stage), QUERIES * GROUP * HEAD_DIM * 2);
+#pragma unroll
+      for (int span = 0; span < SPANS; ++span)
+        copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
+                 tile.first_query, shared.q_full(q.stage));
+    }
+    q.advance();
+    const TABLE* table = p.page_table + tile.sequence * p.table_width;
+    u32 older = 0, page = load_page(table, tile.context_len, tile.begin, lane);
+    // In the order of use: keys j, values j - 1.
+    for (int j = tile.begin; j <= tile.end; ++j) {
+      const u32 next = j + 1 < tile.end ? load_page(table, tile.context_len, j + 1, lane) : 0;
+      if (j < tile.end) {
+        wait(shared.k_empty(k.stage), k.parity ^ 1);
+        copy_pages(p.k, shared.keys(k.stage), shared.k_full(k.stage), page, count_pages(tile.context_len, j),
+                   tile.kv_head, lane);
+        k.advance();
+      }
+      if (j > tile.begin) {
+        wait(shared.v_empty(v.stage), v.parity ^ 1);
+        copy_pages(p.v, shared.values(v.stage), shared.v_full(v.stage), older,
+                   count_pages(tile.context_len, j - 1), tile.kv_head, lane);
+        v.advance();
+      }
+      older = page, page = next;
+    }
+  }
+}
+
+// What a thread knows of its two rows: row r of a warp's rows, and row r + 8.
+struct Rows {
+  int position[2];
+  float maximum[2], total[2];  // the maximum of raw scores; this thread's part of the sum of weights
+  float shrink[2];             // what the last maximum makes of what was summed before
+};
+
+// Scores of keys j become weights, in place. MASKED: some row may not see some key.
+template <bool MASKED>
+DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (MASKED) {
+      // Keys beyond the context may be NaN: they are replaced, not added to.
+      const int last = rows.position[half] - j * BLOCK_N - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = i * 8 + c;
+          const bool seen = key <= last && (!WINDOWED || key > last - p.window);
+          float& score = scores[i * 4 + half * 2 + c];
+          score = seen ? score : NEG_INF;
+        }
+    }
+    float highest = rows.maximum[half];
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; ++i)
+      highest = max(highest, max(scores[i * 4 + half * 2], scores[i * 4 + half * 2 + 1]));
+    highest = max(highest, exchange(highest, 1));
+    highest = max(highest, exchange(highest, 2));
+    float base = highest * p.factor;
+    // A window may hide all keys so far from a row; -inf - -inf would be NaN.
+    if (WINDOWED && highest == NEG_INF) base = 0;
+    rows.shrink[half] = exp2_fast(multiply_add(rows.maximum[half], p.factor, -base));
+    rows.maximum[half] = highest;
+    float sums[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[i * 4 + half * 2 + c];
+        score = exp2_fast(multiply_add(score, p.factor, -base));
+        sums[c] += score;
+      }
+    rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[0] + sums[1]);
+  }
+}
+
+DEV void pack_weights(const float (&scores)[BLOCK_N / 2], u32 (&weights)[BLOCK_N / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 4; ++i) weights[i / 4][i % 4] = pack(scores[2 * i], scores[2 * i + 1]);
+}
+
+DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= rows.shrink[i / 2 % 2];
+}
+
+// scores = 64 queries times BLOCK_N keys, HEAD_DIM terms.
+DEV void begin_scores(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; ++i)
+    multiply_shared<BLOCK_N>(scores, operand(queries + i / 4 * ROWS * 128 + i % 4 * 32, 0),
+                             operand(keys + i / 4 * BLOCK_N * 128 + i % 4 * 32, 0), i > 0);
+  products_commit();
+}
+
+// output += weights times values, BLOCK_N terms.
+DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4], u32 values) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 16; ++i)
+    multiply_registers<HEAD_DIM>(output, weights[i], operand(values + i * 16 * 128, BLOCK_N * 128));
+  products_commit();
+}
+
+// Zeros for the values behind the context. Every warpgroup writes them for itself: the same zeros.
+DEV void clear_values(u32 values, int first, int thread, int warpgroup) {
+  for (int piece = first * 8 + thread; piece < BLOCK_N * 8; piece += 128)
+#pragma unroll
+    for (int span = 0; span < SPANS; ++span) store_shared_zeros(values + span * BLOCK_N * 128 + piece * 16);
+  fence_shared();
+  named_sync(OWN + warpgroup, 128);
+}
+
+// 16-byte stores of a row's outputs: the four lanes of a row trade places.
+DEV void store_row(u8* row, const float (&output)[HEAD_DIM / 2], int half, float inverse, int lane,
+                   bool stores) {
+#pragma unroll
+  for (int group = 0; group < HEAD_DIM / 32; ++group) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = (group * 4 + i) * 4 + half * 2;
+      words[i] = pack(output[first] * inverse, output[first + 1] * inverse);
+    }
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      const bool upper = lane & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(i & bit)) {
+          const u32 other = exchange(upper ? words[i] : words[i | bit], bit);
+          if (upper)
+            words[i] = other;
+          else
+            words[i | bit] = other;
+        }
+    }
+    if (stores) store_16_bytes(row + (group * 4 + lane % 4) * 16, words[0], words[1], words[2], words[3]);
+  }
+}
+
+struct Consumer {
+  const Params& p;
+  const Shared& shared;
+  const int warpgroup, thread, lane;  // thread: of the warpgroup
+  Place<2> q;
+  Place<STAGES> k, v;
+  Rows rows;
+  float scores[BLOCK_N / 2], output[HEAD_DIM / 2];
+  u32 weights[BLOCK_N / 16][4];
+
+  DEV Consumer(const Params& p, const Shared& shared, int warpgroup, int thread)
+      : p(p), shared(shared), warpgroup(warpgroup), thread(thread), lane(thread % 32) {}
+
+  DEV void release(u32 empty) {
+    if (lane == 0) arrive(empty);
+  }
+  DEV u32 queries() const { return shared.queries(q.stage) + warpgroup * 64 * 128; }
+  DEV void take_turn() {
+    if (PINGPONG && WARPGROUPS > 1) named_sync(TURNS + warpgroup, 256);
+  }
+  DEV void pass_turn() {
+    if (PINGPONG && WARPGROUPS > 1) named_arrive(TURNS + (warpgroup + 1) % WARPGROUPS, 256);
+  }
+
+  // Scores and weights of keys j, and the product of the older weights with the values before.
+  template <bool MASKED>
+  DEV void step(int j) {
+    wait(shared.k_full(k.stage), k.parity);
+    take_turn();
+    hold(scores), hold(output), hold(weights);
+    products_begin();
+    begin_scores(scores, queries(), shared.keys(k.stage));
+    wait(shared.v_full(v.stage), v.parity);
+    hold(output), hold(weights);
+    products_begin();
+    begin_output(output, weights, shared.values(v.stage));
+    pass_turn();
+    products_wait<1>();
+    hold(scores);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    weigh<MASKED>(scores, rows, p, j, lane);
+    // The weights belong beside the product of the older ones, not behind it.
+    stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
+    products_wait<0>();
+    hold(output), hold(weights), hold(scores);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    shrink_output(output, rows);
+    pack_weights(scores, weights);
+  }
+
+  DEV void attend(const Tile& tile) {
+    // The first row's and last row's positions of the warpgroup say where masks are needed.
+    const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
+    const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
+    const int last_position = tile.position(tile.first_query + (warpgroup * 64 + 63) / GROUP);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = (row + half * 8) / GROUP;
+      rows.position[half] = tile.position(tile.first_query + query);
+      rows.maximum[half] = NEG_INF, rows.total[half] = 0;
+      if (SINKS) {
+        const int head = tile.kv_head * GROUP + (row + half * 8) % GROUP;
+        rows.maximum[half] = load_constant(p.sinks + head) * 1.4426950408889634f / p.factor;
+        rows.total[half] = lane % 4 == 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] = 0;
+
+    wait(shared.q_full(q.stage), q.parity);
+    wait(shared.k_full(k.stage), k.parity);
+    hold(scores);
+    products_begin();
+    begin_scores(scores, queries(), shared.keys(k.stage));
+    products_wait<0>();
+    hold(scores);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    weigh<true>(scores, rows, p, tile.begin, lane);
+    pack_weights(scores, weights);
+
+    for (int j = tile.begin + 1; j < tile.end; ++j) {
+      const bool is_masked = (j + 1) * BLOCK_N > first_position + 1 ||
+                             (WINDOWED && j * BLOCK_N <= last_position - p.window);
+      if (is_masked)
+        step<true>(j);
+      else
+        step<false>(j);
+    }
+    release(shared.q_empty(q.stage));
+    q.advance();
+
+    wait(shared.v_full(v.stage), v.parity);
+    const int left = tile.context_len - (tile.end - 1) * BLOCK_N;
+    if (left < BLOCK_N) clear_values(shared.values(v.stage), left, thread, warpgroup);
+    hold(output), hold(weights);
+    products_begin();
+    begin_output(output, weights, shared.values(v.stage));
+    products_wait<0>();
+    hold(output), hold(weights);
+    release(shared.v_empty(v.stage));
+    v.advance();
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = rows.total[half];
+      total += exchange(total, 1);
+      total += exchange(total, 2);
+      const int own = row + half * 8;
+      const int query = tile.first_query + own / GROUP;
+      const i64 head = ((i64)query * KV_HEADS + tile.kv_head) * GROUP + own % GROUP;
+      store_row((u8*)p.output + head * HEAD_DIM * 2, output, half, 1 / total, lane,
+                own < QUERIES * GROUP && query < tile.query_end);
+    }
+  }
+
+  DEV void consume() {
+    Tile tile;
+    bool is_over = false;
+    if (warpgroup == WARPGROUPS - 1) pass_turn();
+    for (int round = 0; !is_over; ++round)
+      if (find_tile(p, round, lane, tile, is_over)) attend(tile);
+    // The last token.
+    if (warpgroup == 0) take_turn();
+  }
+};
+
+// Grid: at most one block per multiprocessor. Threads: a warpgroup that copies, then those that compute.
+extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
+    attend_chunks(const __grid_constant__ Params p) {
+  const Shared shared;
+  const int thread = thread_index(), lane = thread % 32;
+  if (thread == 0) {
+    fetch_map(p.q), fetch_map(p.k), fetch_map(p.v);
+    for (int i = 0; i < Shared::FULL; ++i) {
+      barrier_init(shared.barrier(i), 1);
+      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS);
+    }
+    publish_barriers();
+  }
+  named_sync(0, (WARPGROUPS + 1) * 128);
+  const int warpgroup = broadcast(thread / 128, 0);
+  if (warpgroup == 0) {
+    release_registers<PRODUCER_REGISTERS>();
+    if (thread < 32) produce(p, shared, lane);
+  } else {
+    claim_registers<CONSUMER_REGISTERS>();
+    Consumer(p, shared, warpgroup - 1, thread % 128).consume();
+  }
+}

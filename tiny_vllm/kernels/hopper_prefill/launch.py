@@ -1,0 +1,253 @@
+"""Compiles attention.cu for a shape, and launches it.
+
+The arguments are those of `prefill_attention.attend_chunks`, which asks `obstacle` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
+from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+
+# A wait in the kernel that lasts so long ends it with an error.
+WATCHDOG_SECONDS = 4
+LOG2_E = 1.4426950408889634
+SPAN = 64  # values of a head in a row of shared memory
+PAGE_SIZES = (16, 32, 64)
+INTEGERS = {torch.int32: "int", torch.int64: "long long"}
+# Registers per thread of the copying and the computing warpgroups, by the number of the latter: all of them
+# share the 64 K of a multiprocessor.
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """block_n: keys at a time, 64 or 128. warpgroups: of 64 rows each. stages: keys and values in shared
+    memory. pingpong: warpgroups take turns at issuing products."""
+
+    block_n: int = 128
+    warpgroups: int = 2
+    stages: int = 2
+    pingpong: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernel is compiled for. table, starts, lens: types of the integer arguments."""
+
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    dtype: torch.dtype
+    is_windowed: bool
+    has_sinks: bool
+    table: torch.dtype
+    starts: torch.dtype
+    lens: torch.dtype
+
+
+# By head size. Heads of 64 leave room for three warpgroups, which keep more exponents under way.
+VARIANTS = {64: Variant(warpgroups=3, stages=4), 128: Variant(warpgroups=2, stages=2)}
+
+
+class Params(ctypes.Structure):
+    """`struct Params` of attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_char * MAP_BYTES) for name in ("q_map", "k_map", "v_map")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("output", "page_table", "query_starts", "context_lens", "sinks")
+        ),
+        ("table_width", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("num_sequences", "num_tiles", "window")),
+    )
+
+
+def obstacle(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float | None) -> str | None:
+    """Why the kernel cannot take these arguments, whatever the device; None if it can."""
+    num_kv_heads, page_size, head_dim = k_cache.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    reasons = {
+        f"the type {q.dtype} has no tensor cores of 16 bits": q.dtype not in (torch.bfloat16, torch.float16),
+        f"the cache's type {k_cache.dtype} is not that of the queries": k_cache.dtype != q.dtype,
+        f"the head size {head_dim} is neither 64 nor 128": head_dim not in VARIANTS,
+        f"the page size {page_size} is none of {PAGE_SIZES}": page_size not in PAGE_SIZES,
+        f"{group} query heads per KV head are more than a warpgroup's rows": group > 64,
+        f"scores have a soft cap of {softcap}": softcap is not None,
+        f"the scale {scale} is not positive": not scale > 0,
+        "2^31 rows and more": k_cache[..., 0].numel() >= 2**31,
+        "an address is no multiple of 16": any(t.data_ptr() % 16 for t in (q, k_cache, v_cache)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def source() -> str:
+    folder = Path(__file__).parent
+    return "".join(
+        (folder / name).read_text(encoding="utf-8") for name in ("instructions.cu", "attention.cu")
+    )
+
+
+def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
+    producer, consumer = REGISTERS[variant.warpgroups]
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "GROUP": shape.group,
+        "KV_HEADS": shape.num_kv_heads,
+        "PAGE_SIZE": shape.page_size,
+        "HALF": int(shape.dtype == torch.float16),
+        "WINDOWED": int(shape.is_windowed),
+        "SINKS": int(shape.has_sinks),
+        "BLOCK_N": variant.block_n,
+        "WARPGROUPS": variant.warpgroups,
+        "STAGES": variant.stages,
+        "PINGPONG": int(variant.pingpong),
+        "PRODUCER_REGISTERS": producer,
+        "CONSUMER_REGISTERS": consumer,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+        "TABLE": INTEGERS[shape.table],
+        "STARTS": INTEGERS[shape.starts],
+        "LENS": INTEGERS[shape.lens],
+    }
+
+
+def shared_bytes(head_dim: int, variant: Variant) -> int:
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, and a word per thread."""
+    queries = 2 * variant.warpgroups * 64 * head_dim * 2
+    keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
+    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4
+
+
+def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
+    """Raises CompileError or DriverError."""
+    cubin = compile_cubin(source(), name="prefill", defines=macros(shape, variant), arch=architecture(device))
+    return load_function(
+        cubin, "attend_chunks", shared_bytes=shared_bytes(shape.head_dim, variant), device=device
+    )
+
+
+@functools.cache
+def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction | None:
+    """None, after a warning, where the kernel cannot be had."""
+    try:
+        return compile_attention(shape, variant, device)
+    except CudaKernelError as error:
+        warnings.warn(
+            "the Hopper kernel of prefill attention cannot be used on this machine; the slower Triton kernel "
+            f"takes its place ({str(error)[:300]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def make_params(
+    output: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    variant: Variant,
+    encode: Callable[[BoxedTensor], bytes] = encode_tensor_map,
+) -> Params:
+    """The kernel's argument. sinks: FP32. encode: makes a tensor map."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    queries = variant.warpgroups * 64 // group
+    row = head_dim * q.element_size()
+
+    def pages(cache: Tensor) -> bytes:
+        rows = cache.shape[0] * num_kv_heads * page_size
+        sizes = head_dim, rows
+        return encode(BoxedTensor(cache.data_ptr(), cache.dtype, sizes, (row,), (SPAN, page_size)))
+
+    sizes, steps = (head_dim, num_heads, num_tokens), (row, row * num_heads)
+    params = Params(
+        output=output.data_ptr(),
+        page_table=page_table.data_ptr(),
+        query_starts=query_starts.data_ptr(),
+        context_lens=context_lens.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        table_width=page_table.stride(0),
+        factor=scale * LOG2_E,
+        num_sequences=len(context_lens),
+        num_tiles=num_tokens // queries + len(context_lens),
+        window=window or 0,
+    )
+    maps = {
+        "q_map": encode(BoxedTensor(q.data_ptr(), q.dtype, sizes, steps, (SPAN, group, queries))),
+        "k_map": pages(k_cache),
+        "v_map": pages(v_cache),
+    }
+    for name, value in maps.items():
+        # Assigning bytes would stop at the first zero.
+        ctypes.memmove(ctypes.addressof(params) + getattr(Params, name).offset, value, MAP_BYTES)
+    return params
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    variant: Variant | None = None,
+) -> Tensor | None:
+    """q [T, Hq, D] -> [T, Hq, D]; None where the kernel cannot be compiled.
+
+    All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements."""
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    variant = variant or VARIANTS[head_dim]
+    shape = Shape(
+        head_dim,
+        q.shape[1] // num_kv_heads,
+        num_kv_heads,
+        page_size,
+        q.dtype,
+        window is not None,
+        sinks is not None,
+        page_table.dtype,
+        query_starts.dtype,
+        context_lens.dtype,
+    )
+    function = _compiled(shape, variant, q.device)
+    if function is None:
+        return None
+    output = torch.empty_like(q)
+    sinks = None if sinks is None else sinks.float()
+    tables = page_table, query_starts, context_lens
+    params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, variant)
+    tiles = params.num_tiles * num_kv_heads
+    blocks = min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
+    return output
