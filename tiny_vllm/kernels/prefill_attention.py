@@ -14,6 +14,8 @@ Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
 tiles of queries against all keys they see: whole BF16 products (see wide_product.py) or, for other types,
 torch's flash attention. Two cores, 512 tokens, 9 heads on 3 of 64, BF16: 1.7 ms, flash attention 3.5.
 
+On Hopper GPUs a kernel in CUDA C++ takes what it can, see `hopper_prefill`; a kernel in Triton takes the rest.
+
 The Triton kernel takes a program per KV head and tile of rows, a row being one query of one of the KV head's
 query heads, so that a group of heads reads its keys once. Which sequence a tile belongs to, the program finds
 itself from query_starts: the host need not know the lengths. Key tiles that all rows see need no mask; those
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tiny_vllm.kernels.hopper_prefill import launch as hopper
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
 from tiny_vllm.kernels.triton_support import (
@@ -201,7 +204,7 @@ def prefill_attention(
     first = contexts[0]
     if isinstance(first, PagedChunks):
         pages = first.page_table, first.query_starts, first.context_lens
-        attend = attend_chunks if runs_triton(q) else prefill_attention_ref
+        attend = attend_fast if runs_triton(q) else prefill_attention_ref
         return attend(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
     assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     output = torch.empty_like(q)
@@ -492,3 +495,27 @@ def attend_chunks(
         **launch_options(num_warps, num_stages=num_stages),
     )
     return output
+
+
+def attend_fast(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere."""
+    pages = page_table, query_starts, context_lens
+    if hopper.is_hopper(q.device) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
+        q = q.contiguous()
+        if hopper.obstacle(q, k_cache, v_cache, scale, softcap) is None:
+            output = hopper.attend(q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks)
+            if output is not None:
+                return output
+    return attend_chunks(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)

@@ -15,6 +15,7 @@ from tests.helpers.hopper_prefill import attend_emulated, missing_compiler
 from tests.helpers.kernel_compiler import meta, missing_tools
 from tests.kernels import test_prefill_attention as reference
 from tests.kernels.test_prefill_attention import make_case
+from tiny_vllm.kernels import prefill_attention
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch
@@ -233,3 +234,29 @@ def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPat
     with pytest.warns(RuntimeWarning, match="NVRTC is not here"):
         assert attend(*arguments) is None
     assert attend(*arguments) is None  # warnings are errors
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_it_can_take_goes_to_it_on_hopper_and_the_rest_to_triton(
+    is_compiled: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def hopper(*_: object, **options: object) -> torch.Tensor | None:
+        taken.append(f"hopper, window {options['window']}")
+        return torch.ones(1) if is_compiled else None
+
+    def triton(*_: object, **options: object) -> torch.Tensor:
+        taken.append(f"triton, window {options['window']}, cap {options['softcap']}")
+        return torch.zeros(1)
+
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(launch, "attend", hopper)
+    monkeypatch.setattr(prefill_attention, "attend_chunks", triton)
+    q, k_cache, v_cache, tables, _ = make_case("llama_1b", torch.bfloat16, 0.0)
+    prefill_attention.attend_fast(q, k_cache, v_cache, *tables, 0.125, window=9, softcap=softcap)
+    expected = ["hopper, window 9"] if softcap is None else []
+    if softcap is not None or not is_compiled:
+        expected.append(f"triton, window 9, cap {softcap}")
+    assert taken == expected

@@ -97,7 +97,10 @@ def obstacle(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether it is a GPU of compute capability 9.0, what wgmma exists on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def source() -> str:
