@@ -21,7 +21,6 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.models.batch import ForwardBatch
-from tiny_vllm.models.decode_chain import ChainResult
 
 
 class ReferenceChain:
@@ -53,13 +52,12 @@ class ReferenceChain:
 
     def step(
         self, state: SlotState, slots: torch.Tensor, temperature: torch.Tensor, *, max_context_len: int
-    ) -> ChainResult:
+    ) -> torch.Tensor:
         rows = torch.where(slots < self.num_slots, slots, 0)
         keys = noise_keys(state.stream[rows], state.sample_position[rows])
         logits = self.logits(state, slots, max_context_len=max_context_len)
         advance = SlotAdvance(slots, state.last_token, state.computed_len, state.sample_position)
-        tokens, is_valid = draw_tokens_ref(logits, temperature, keys, advance)
-        return ChainResult(logits, tokens, is_valid)
+        return draw_tokens_ref(logits, temperature, keys, advance)[0]
 
 
 class Watched:

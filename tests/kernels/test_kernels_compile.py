@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.helpers.kernel_compiler import CompiledKernel, compiling, decode_chain, meta, missing_tools
-from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.draw_from_linear import DRAW_TILES, draw_from_linear
+from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.mask_filtered import mask_filtered
@@ -22,11 +23,12 @@ from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+from tiny_vllm.kernels.tiled_linear import look_up
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
 FEW_ROWS = {"_attend_part_kernel", "_join_parts_kernel", "_norm_linear_kernel", "_draw_tile_kernel"}
-MANY_ROWS = {"_rope_and_attend_kernel", "_tiled_product_kernel", "_finish_rows_kernel", "_draw_tile_kernel"}
+MANY_ROWS = {"_rope_and_attend_kernel", "_tiled_product_kernel", "_finish_rows_kernel"}
 # name: changes to the shape of Llama-3.2-1B
 MODELS = {
     "llama_1b": {},
@@ -52,7 +54,9 @@ def test_decode_step(model: str, rows: int, dtype: torch.dtype) -> None:
     with compiling() as kernels:
         decode_chain(rows, dtype, **MODELS[model])
     check(kernels)
-    assert {kernel.name for kernel in kernels} > (FEW_ROWS if rows <= MAX_SMALL_ROWS else MANY_ROWS)
+    names = {kernel.name for kernel in kernels}
+    assert names > (FEW_ROWS if rows <= MAX_SMALL_ROWS else MANY_ROWS)
+    assert ("_draw_from_product_kernel" in names) == (look_up(DRAW_TILES, rows) is not None)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -61,7 +65,7 @@ def test_a_chained_kernel_waits_once_after_loading_weights_and_before_storing(ro
         decode_chain(rows)
     for kernel in kernels:
         before, *after = kernel.ptx.split("griddepcontrol.wait")
-        if kernel.name not in FEW_ROWS | MANY_ROWS:
+        if kernel.name not in FEW_ROWS | MANY_ROWS | {"_draw_from_product_kernel"}:
             continue
         assert len(after) == 1
         assert before.count("griddepcontrol.launch_dependents") == 1
@@ -179,6 +183,20 @@ def test_kernels_for_many_tokens() -> None:
         )
     check(kernels)
     assert len(kernels) == 8
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_a_product_that_draws(rows: int) -> None:
+    index = meta(rows, dtype=torch.int64)
+    with compiling() as kernels:
+        draw_from_linear(
+            meta(rows, 2048), meta(128256, 2048), meta(rows, dtype=torch.float32),
+            meta(rows, 2, dtype=torch.int32), SlotAdvance(index, index, index, index), pdl=True,
+        )  # fmt: skip
+    check(kernels)
+    assert [kernel.name for kernel in kernels] == ["_draw_from_product_kernel", "_join_tiles_kernel"]
+    assert "wgmma" in kernels[0].ptx
+    assert all(kernel.ptx.count("griddepcontrol.wait") == 1 for kernel in kernels)
 
 
 def test_sampling_with_filters() -> None:

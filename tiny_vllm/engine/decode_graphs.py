@@ -87,8 +87,7 @@ class DecodeGraphs:
 
     def _step(self, slots: Tensor, context: int, with_draw: bool) -> Tensor:
         if with_draw:
-            result = self._chain.step(self._state, slots, self._temperature, max_context_len=context)
-            return torch.where(result.is_valid, result.tokens, -1)
+            return self._chain.step(self._state, slots, self._temperature, max_context_len=context)
         return self._chain.logits(self._state, slots, max_context_len=context)
 
     def _record(self, num_rows: int, context: int, with_draw: bool) -> _Graph:

@@ -1,7 +1,7 @@
 """Draw a token per row from whole logits, without filters, and move the slots on: two kernels, no host.
 
-    temperature 0:  argmax(logits), the lowest id among equals else:           argmax of (logit - max) /
-    temperature - log(E)          the rule and the noise of `sampling`
+    temperature 0:  argmax(logits), the lowest id among equals
+    else:           argmax of (logit - max) / temperature - log(E), the rule and the noise of `sampling`
 
 logits [N, V] FP32; temperature [N or S] FP32; keys [N, 2] int32. Moves 4 * V bytes per row for about 30
 operations per token: bound by memory, or with few rows by latency.
@@ -36,7 +36,7 @@ from tiny_vllm.kernels.triton_support import (
 # 16 logits per thread; 128k tokens are 63 programs per row.
 BLOCK = 2048
 NUM_WARPS = 4
-JOIN_WARPS = 1
+JOINED_PER_WARP = 512
 GOLDEN = tl.constexpr(GOLDEN_32)
 MIX_A = tl.constexpr(MIX_32[0])
 MIX_B = tl.constexpr(MIX_32[1])
@@ -73,12 +73,13 @@ def draw_tokens_ref(
     divisor = torch.where(temperature > 0, temperature, 1.0)[:, None]
     noise = torch.where(temperature[:, None] > 0, log_race_times(keys, token_ids), 0.0)
     tokens = ((logits - best[:, None]) / divisor - noise).argmax(-1)
+    is_valid = best.isfinite()
     if advance is not None:
         slots = advance.slots[is_real]
-        advance.last_token[slots] = tokens[is_real]
+        advance.last_token[slots] = torch.where(is_valid, tokens, 0)[is_real]
         advance.computed_len[slots] += 1
         advance.sample_position[slots] += 1
-    return tokens, best.isfinite()
+    return torch.where(is_valid, tokens, -1), is_valid
 
 
 @jit
@@ -98,6 +99,27 @@ def log_race_time(key_low, key_high, token_ids):
 
 
 @jit
+def draw_from_tile(logits, tokens, last_token, temperature, key_low, key_high, is_random):
+    """Of each row of a tile, tokens along the first dimension: its winner's score relative to the row's
+    largest logit here, that logit (NaN if there is a NaN), and the winner.
+
+    tokens: ids, of logits' rank. temperature and keys: one per row. is_random: whether a temperature is not
+    0.
+    """
+    maximum = tl.max(logits, 0)
+    base = tl.where((maximum > float("-inf")) & (maximum < float("inf")), maximum, 0.0)
+    scores = logits - base
+    if is_random:
+        noise = log_race_time(key_low, key_high, tokens)
+        drawn = scores / tl.where(temperature > 0, temperature, 1.0) - noise
+        scores = tl.where(temperature > 0, drawn, scores)
+    best = tl.max(scores, 0)
+    winner = tl.min(tl.where(scores == best, tokens, last_token), 0)
+    has_nan = tl.max((logits != logits).to(tl.int32), 0) > 0
+    return best, tl.where(has_nan, float("nan"), maximum), winner
+
+
+@jit
 def _draw_tile_kernel(
     scores_ptr,
     maxima_ptr,
@@ -112,7 +134,7 @@ def _draw_tile_kernel(
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, tiles): a tile's largest logit (NaN if it holds one), its winner and the winner's score."""
+    """Grid (N, tiles)."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     if PDL:
@@ -125,19 +147,12 @@ def _draw_tile_kernel(
         wait_for_predecessor()
     token = tile * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
-
-    maximum = tl.max(logits, 0)
-    base = tl.where((maximum > float("-inf")) & (maximum < float("inf")), maximum, 0.0)
-    scores = logits - base
-    if temperature > 0:
-        scores = scores / temperature - log_race_time(key_low, key_high, token)
-    best = tl.max(scores, 0)
-    winner = tl.min(tl.where(scores == best, token, V - 1), 0)
-    has_nan = tl.max((logits != logits).to(tl.int32), 0) > 0
-
+    best, maximum, winner = draw_from_tile(
+        logits, token, V - 1, temperature, key_low, key_high, temperature > 0
+    )
     place = row * tl.num_programs(1) + tile
     tl.store(scores_ptr + place, best)
-    tl.store(maxima_ptr + place, tl.where(has_nan, float("nan"), maximum))
+    tl.store(maxima_ptr + place, maximum)
     tl.store(winners_ptr + place, winner)
 
 
@@ -181,16 +196,60 @@ def _join_tiles_kernel(
     scores = tl.where(temperature > 0, scores + (maxima - base) / divisor, maxima)
     best = tl.max(scores, 0)
     token = tl.min(tl.where((scores == best) & is_tile, winners, 0x7FFFFFFF), 0)
-    token = tl.where(is_valid, token, 0).to(tl.int64)
-    tl.store(tokens_ptr + row, token)
+    token = token.to(tl.int64)
+    tl.store(tokens_ptr + row, tl.where(is_valid, token, -1))
     tl.store(is_valid_ptr + row, is_valid.to(tl.int8))
     if HAS_SLOTS:
         is_real = entry < num_slots
-        tl.store(last_token_ptr + entry, token, mask=is_real)
+        tl.store(last_token_ptr + entry, tl.where(is_valid, token, 0), mask=is_real)
         computed_len = tl.load(computed_len_ptr + entry, mask=is_real, other=0)
         tl.store(computed_len_ptr + entry, computed_len + 1, mask=is_real)
         sample_position = tl.load(sample_position_ptr + entry, mask=is_real, other=0)
         tl.store(sample_position_ptr + entry, sample_position + 1, mask=is_real)
+
+
+@dataclass(frozen=True, slots=True)
+class TileWinners:
+    """What `draw_from_tile` found. scores, maxima [N, tiles] FP32; winners [N, tiles] int32."""
+
+    scores: Tensor
+    maxima: Tensor
+    winners: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_tiles: int, device: torch.device) -> TileWinners:
+        scores, maxima = torch.empty(2, num_rows, num_tiles, dtype=torch.float32, device=device)
+        return cls(scores, maxima, torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device))
+
+
+def join_tiles(
+    found: TileWinners, temperature: Tensor, advance: SlotAdvance | None, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """The second kernel: as `draw_tokens`."""
+    num_rows, num_tiles = found.winners.shape
+    device = found.winners.device
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    is_valid = torch.empty(num_rows, dtype=torch.bool, device=device)
+    block_tiles = next_power_of_2(num_tiles)
+    _join_tiles_kernel[(num_rows,)](
+        tokens,
+        is_valid.view(torch.int8),
+        found.scores,
+        found.maxima,
+        found.winners,
+        temperature,
+        tokens if advance is None else advance.slots,
+        tokens if advance is None else advance.last_token,
+        tokens if advance is None else advance.computed_len,
+        tokens if advance is None else advance.sample_position,
+        temperature.shape[0],
+        num_tiles,
+        BLOCK_TILES=block_tiles,
+        HAS_SLOTS=advance is not None,
+        PDL=pdl,
+        **launch_options(max(min(block_tiles // JOINED_PER_WARP, 8), 1), pdl),
+    )
+    return tokens, is_valid
 
 
 @with_fallback(draw_tokens_ref)
@@ -203,47 +262,24 @@ def _launch_draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    num_tiles, device = ceil_div(vocab_size, BLOCK), logits.device
-    scores, maxima = torch.empty(2, num_rows, num_tiles, dtype=torch.float32, device=device)
-    winners = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    is_valid = torch.empty(num_rows, dtype=torch.bool, device=device)
-    slots = tokens if advance is None else advance.slots
-    has_slots = advance is not None
+    num_tiles = ceil_div(vocab_size, BLOCK)
+    found = TileWinners.empty(num_rows, num_tiles, logits.device)
     _draw_tile_kernel[(num_rows, num_tiles)](
-        scores,
-        maxima,
-        winners,
+        found.scores,
+        found.maxima,
+        found.winners,
         logits,
         temperature,
         keys,
-        slots,
+        found.winners if advance is None else advance.slots,
         temperature.shape[0],
         vocab_size,
         BLOCK=BLOCK,
-        HAS_SLOTS=has_slots,
+        HAS_SLOTS=advance is not None,
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )
-    _join_tiles_kernel[(num_rows,)](
-        tokens,
-        is_valid.view(torch.int8),
-        scores,
-        maxima,
-        winners,
-        temperature,
-        slots,
-        tokens if advance is None else advance.last_token,
-        tokens if advance is None else advance.computed_len,
-        tokens if advance is None else advance.sample_position,
-        temperature.shape[0],
-        num_tiles,
-        BLOCK_TILES=next_power_of_2(num_tiles),
-        HAS_SLOTS=has_slots,
-        PDL=pdl,
-        **launch_options(JOIN_WARPS, pdl),
-    )
-    return tokens, is_valid
+    return join_tiles(found, temperature, advance, pdl)
 
 
 def draw_tokens(
@@ -255,7 +291,7 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Token ids [N] int64, and [N] bool: whether the row could be sampled, see `sampling.sample`.
 
-    temperature: [N], or [S] and indexed by advance.slots. An invalid row's token is 0 in the kernel's result.
+    temperature: [N], or [S] and indexed by advance.slots. An invalid row's token is -1; its slot gets 0.
     pdl: see `triton_support`; keys and temperature must then be complete before the preceding kernel starts.
     """
     op = _launch_draw_tokens if runs_triton(logits) else draw_tokens_ref

@@ -59,6 +59,10 @@ class Tiles:
     num_warps: int
     max_block_m: int = 128
 
+    def block_m(self, num_rows: int) -> int:
+        """Rows of x of a program."""
+        return min(max(next_power_of_2(num_rows), 16), self.max_block_m)
+
 
 # (most rows of x, tiles); None: cuBLAS. Behind each, us on an H200 with cold weights in a chain of the same
 # product, and cuBLAS's; benchmarks/results/2026-11-29-h200-chain-tiles.json has what else was measured.
@@ -144,6 +148,59 @@ def _load_tile(matrix, rows, is_row, first_row, columns, first_column, K: tl.con
 
 
 @jit
+def multiply_tiles(
+    x_ptr,
+    weight_ptr,
+    weight_address,
+    first_m,
+    first_n,
+    num_rows,
+    N,
+    first_tile,
+    num_tiles,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """FP32 [BLOCK_N, BLOCK_M] of W x^T over tiles first_tile ... of K, and the same of the rows of up.
+
+    Brings the first columns of W to L2 and waits for the preceding kernel: exactly once.
+    """
+    row = first_m + tl.arange(0, BLOCK_M)
+    column = first_n + tl.arange(0, BLOCK_N)
+    if PDL:
+        if AHEAD > 0:
+            # A line is 128 bytes.
+            lines = first_tile * BLOCK_K + tl.arange(0, AHEAD // 64) * 64
+            address = weight_address + column.to(tl.int64)[:, None] * K + lines[None, :]
+            mask = (column < N)[:, None] & (lines < K)[None, :]
+            prefetch(address, mask)
+            if GATED:
+                prefetch(address + tl.cast(N, tl.int64) * K, mask)
+        wait_for_predecessor()
+
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total_up = total
+    NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    for tile in tl.range(first_tile, tl.minimum(first_tile + num_tiles, NUM_TILES), num_stages=STAGES):
+        k = tile * BLOCK_K
+        columns = k + tl.arange(0, BLOCK_K)
+        x = tl.trans(_load_tile(x_ptr, row, row < num_rows, first_m, columns, k, K, BLOCK_K, TMA))
+        weights = _load_tile(weight_ptr, column, column < N, first_n, columns, k, K, BLOCK_K, TMA)
+        total = dot(weights, x, total)
+        if GATED:
+            up = _load_tile(weight_ptr, column + N, column < N, first_n + N, columns, k, K, BLOCK_K, TMA)
+            total_up = dot(up, x, total_up)
+    return total, total_up
+
+
+@jit
 def _tiled_product_kernel(
     y_ptr,
     x_ptr,
@@ -173,31 +230,11 @@ def _tiled_product_kernel(
     split = tl.program_id(2)
     row = first_m + tl.arange(0, BLOCK_M)
     column = first_n + tl.arange(0, BLOCK_N)
-    NUM_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PER_SPLIT: tl.constexpr = (NUM_TILES + SPLITS - 1) // SPLITS
-    first_tile = split * PER_SPLIT
-    if PDL:
-        if AHEAD > 0:
-            # A line is 128 bytes.
-            lines = first_tile * BLOCK_K + tl.arange(0, AHEAD // 64) * 64
-            address = weight_address + column.to(tl.int64)[:, None] * K + lines[None, :]
-            mask = (column < N)[:, None] & (lines < K)[None, :]
-            prefetch(address, mask)
-            if GATED:
-                prefetch(address + tl.cast(N, tl.int64) * K, mask)
-        wait_for_predecessor()
-
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    total_up = total
-    for tile in tl.range(first_tile, tl.minimum(first_tile + PER_SPLIT, NUM_TILES), num_stages=STAGES):
-        k = tile * BLOCK_K
-        columns = k + tl.arange(0, BLOCK_K)
-        x = tl.trans(_load_tile(x_ptr, row, row < num_rows, first_m, columns, k, K, BLOCK_K, TMA))
-        weights = _load_tile(weight_ptr, column, column < N, first_n, columns, k, K, BLOCK_K, TMA)
-        total = dot(weights, x, total)
-        if GATED:
-            up = _load_tile(weight_ptr, column + N, column < N, first_n + N, columns, k, K, BLOCK_K, TMA)
-            total_up = dot(up, x, total_up)
+    PER_SPLIT: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS
+    total, total_up = multiply_tiles(
+        x_ptr, weight_ptr, weight_address, first_m, first_n, num_rows, N, split * PER_SPLIT, PER_SPLIT,
+        K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATED, TMA, AHEAD, PDL,
+    )  # fmt: skip
 
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
@@ -212,17 +249,17 @@ def _tiled_product_kernel(
 
 def choose_split_tiles(num_rows: int) -> Tiles | None:
     """For `split_linear`; None where cuBLAS is faster."""
-    return _look_up(SPLIT_TILES, num_rows)
+    return look_up(SPLIT_TILES, num_rows)
 
 
 def choose_tiles(num_rows: int, num_weight_rows: int, gated: bool) -> Tiles | None:
     """For `tiled_linear`; None where cuBLAS is faster."""
     if gated:
-        return _look_up(GATED_TILES, num_rows)
-    return _look_up(TALL_TILES if num_weight_rows >= MANY_WEIGHT_ROWS else SPLIT_TILES, num_rows)
+        return look_up(GATED_TILES, num_rows)
+    return look_up(TALL_TILES if num_weight_rows >= MANY_WEIGHT_ROWS else SPLIT_TILES, num_rows)
 
 
-def _look_up(table: Table, num_rows: int) -> Tiles | None:
+def look_up(table: Table, num_rows: int) -> Tiles | None:
     return next((tiles for most, tiles in table if most >= num_rows), None)
 
 
@@ -260,6 +297,34 @@ def _shared_bytes(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What the kernels take as x and weight: tensor descriptors with tma, else the tensors."""
+
+    x: Any
+    weight: Any
+    block_m: int
+    tma: bool
+
+
+def product_operands(x: Tensor, weight: Tensor, tiles: Tiles, pdl: bool) -> Operands:
+    """x [M, K], weight [N, K], contiguous."""
+    num_rows, K = x.shape
+    assert x.is_contiguous() and weight.is_contiguous()
+    block_m = tiles.block_m(num_rows)
+    # GPUs that start kernels early have TMA, which wants rows of whole 16 bytes.
+    if not pdl or K * x.element_size() % 16:
+        return Operands(x, weight, block_m, tma=False)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return Operands(
+        TensorDescriptor.from_tensor(x, [block_m, tiles.block_k]),
+        TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k]),
+        block_m,
+        tma=True,
+    )
+
+
 def launch_tiled_product(
     x: Tensor,
     weight: Tensor,
@@ -275,30 +340,20 @@ def launch_tiled_product(
     """[SPLITS, M, N]."""
     num_rows, K = x.shape
     N = weight.shape[0] // (2 if gated else 1)
-    assert x.is_contiguous() and weight.is_contiguous()
     assert splits == 1 or not (gated or bias is not None), "parts are sums, nothing else"
-    block_m = min(max(next_power_of_2(num_rows), 16), tiles.max_block_m)
-    grid = (ceil_div(num_rows, block_m), ceil_div(N, tiles.block_n), splits)
+    operands = product_operands(x, weight, tiles, pdl)
+    grid = (ceil_div(num_rows, operands.block_m), ceil_div(N, tiles.block_n), splits)
     y = torch.empty(splits, num_rows, N, dtype=out_dtype or x.dtype, device=x.device)
-    # GPUs that start kernels early have TMA, which wants rows of whole 16 bytes.
-    tma = pdl and K * x.element_size() % 16 == 0
-    x_source: Any = x
-    weight_source: Any = weight
-    if tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        x_source = TensorDescriptor.from_tensor(x, [block_m, tiles.block_k])
-        weight_source = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
     _tiled_product_kernel[grid](
         y,
-        x_source,
-        weight_source,
+        operands.x,
+        operands.weight,
         weight,
         x if bias is None else bias,
         num_rows,
         N,
         K=K,
-        BLOCK_M=block_m,
+        BLOCK_M=operands.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         SPLITS=splits,
@@ -306,7 +361,7 @@ def launch_tiled_product(
         GATED=gated,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
-        TMA=tma,
+        TMA=operands.tma,
         AHEAD=tiles.ahead,
         PDL=pdl,
         **launch_options(tiles.num_warps, pdl),
@@ -320,7 +375,7 @@ def _launch_split_linear(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor
     if tiles is None:
         return split_linear_ref(x, weight)
     splits = count_splits(weight.shape[0], weight.shape[1], tiles)
-    tiles = _fit(tiles, x, weight, splits, gated=False)
+    tiles = fit_tiles(tiles, x, weight, splits=splits)
     return launch_tiled_product(x, weight, tiles, splits=splits, out_dtype=torch.float32, pdl=pdl)
 
 
@@ -338,28 +393,28 @@ def _launch_tiled_linear(
     tiles = choose_tiles(x.shape[0], weight.shape[0], gated)
     if tiles is None:
         return tiled_linear_ref(x, weight, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype)
-    tiles = _fit(tiles, x, weight, 1, gated)
+    tiles = fit_tiles(tiles, x, weight, gated=gated)
     return launch_tiled_product(
         x, weight, tiles, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype, pdl=pdl
     ).squeeze(0)
 
 
-def _fit(tiles: Tiles, x: Tensor, weight: Tensor, splits: int, gated: bool) -> Tiles:
+def fit_tiles(tiles: Tiles, x: Tensor, weight: Tensor, *, splits: int = 1, gated: bool = False) -> Tiles:
     """The tiles as they fit the device."""
-    block_m = min(max(next_power_of_2(x.shape[0]), 16), tiles.max_block_m)
+    block_m = tiles.block_m(x.shape[0])
     num_weight_rows = weight.shape[0] // (2 if gated else 1)
     num_programs = ceil_div(x.shape[0], block_m) * ceil_div(num_weight_rows, tiles.block_n) * splits
     return fit_stages(tiles, block_m, num_programs, gated, _shared_bytes(x.device))
 
 
-def _has_tiles(x: Tensor) -> bool:
+def has_tiles(x: Tensor) -> bool:
     """FP32 is for exactness, where torch is as good."""
     return runs_triton(x) and x.dtype != torch.float32
 
 
 def split_linear(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor:
     """x [M, K], weight [N, K] -> [S, M, N], to be summed over S. pdl: see `triton_support`."""
-    op = _launch_split_linear if _has_tiles(x) else split_linear_ref
+    op = _launch_split_linear if has_tiles(x) else split_linear_ref
     return op(x, weight, pdl)
 
 
@@ -374,5 +429,5 @@ def tiled_linear(
     pdl: bool = False,
 ) -> Tensor:
     """x [M, K], weight [N or 2N, K] -> [M, N] of out_dtype, by default x's. pdl: see `triton_support`."""
-    op = _launch_tiled_linear if _has_tiles(x) else tiled_linear_ref
+    op = _launch_tiled_linear if has_tiles(x) else tiled_linear_ref
     return op(x, weight, bias=bias, gated=gated, activation=activation, out_dtype=out_dtype, pdl=pdl)

@@ -6,25 +6,27 @@ overlap by programmatic dependent launch where the GPU has it.
 
 A layer of up to MAX_SMALL_ROWS rows: QKV with norm, rotation and cache write; attention in two kernels;
 output product with residual; gate and up with norm and activation; down with residual. Where heads have norms
-of their own, attention does the rotation. With more rows the products are tiled, and where K is split the
-next kernel adds the parts: QKV; rotation, cache write and attention; output product; residual and norm; gate
-and up with activation; down; residual and the next layer's norm. This is also the way, with any number of
-rows, of families that do more than add to the residual stream, and of experts: router; choice of experts;
-their tiles; gate and up; down, whose parts are those of the picked experts. Where queries and keys have a norm
-over all heads, a kernel more sums their parts and norms them.
+of their own, or keys are stored in FP8, attention does the rotation. With more rows the products are tiled,
+and where K is split the next kernel adds the parts: QKV; rotation, cache write and attention; output product;
+residual and norm; gate and up with activation; down; residual and the next layer's norm. This is also the
+way, with any number of rows, of families that do more than add to the residual stream, and of experts:
+router; choice of experts; their tiles; gate and up; down, whose parts are those of the picked experts. Where
+queries and keys have a norm over all heads, a kernel more sums their parts and norms them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.draw_from_linear import draw_from_linear
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
+from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
 from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
@@ -39,15 +41,6 @@ from tiny_vllm.models.chain_layers import ChainLayer, chain_layers, offset_norm
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import ModelWeights
-
-
-@dataclass(frozen=True, slots=True)
-class ChainResult:
-    """logits [B, vocab] FP32; tokens [B] int64; is_valid [B] bool, see `draw_tokens`."""
-
-    logits: Tensor
-    tokens: Tensor
-    is_valid: Tensor
 
 
 class DecodeChain:
@@ -88,45 +81,64 @@ class DecodeChain:
     @torch.inference_mode()
     def step(
         self, state: SlotState, slots: Tensor, temperature: Tensor, *, max_context_len: int | None = None
-    ) -> ChainResult:
-        """Compute the next token of each slot in `slots` [B] int64 and write it to `state`.
+    ) -> Tensor:
+        """Draw the next token of each slot in `slots` [B] int64, write it to `state`, and return tokens [B]
+        int64, -1 where the logits are not finite.
 
         temperature: [S] FP32, one per slot. max_context_len: no context of this step, or of any replay of it,
         is longer; it only spares programs. Pages for the new tokens must be in the page table.
         """
-        inputs, logits = self._forward(state, slots, max_context_len)
+        inputs = self._read(state, slots)
+        x = self._layers_of(inputs, state.page_table, max_context_len)
         advance = SlotAdvance(slots, state.last_token, state.computed_len, state.sample_position)
-        tokens, is_valid = draw_tokens(logits, temperature, inputs.keys, advance, pdl=self._pdl)
-        return ChainResult(logits, tokens, is_valid)
+        spec = self._spec
+        if len(slots) > MAX_SMALL_ROWS and spec.logit_divisor == 1.0 and spec.logit_softcap is None:
+            return draw_from_linear(x, self._lm_head, temperature, inputs.keys, advance, self._pdl)
+        return draw_tokens(self._logits(x), temperature, inputs.keys, advance, self._pdl)[0]
 
     @torch.inference_mode()
     def logits(self, state: SlotState, slots: Tensor, *, max_context_len: int | None = None) -> Tensor:
         """The step without the draw: FP32 [B, vocab], for samplers that filter. `state` stays as it is."""
-        return self._forward(state, slots, max_context_len)[1]
+        return self._logits(self._layers_of(self._read(state, slots), state.page_table, max_context_len))
 
-    def _forward(
-        self, state: SlotState, slots: Tensor, max_context_len: int | None
-    ) -> tuple[SlotInputs, Tensor]:
+    def _read(self, state: SlotState, slots: Tensor) -> SlotInputs:
         inputs = read_slots(self._embedding, state, slots, self._kv_cache.page_size)
         if self._spec.embedding_multiplier != 1.0:
             inputs = replace(inputs, hidden=inputs.hidden * self._embedding_multiplier)
-        is_short = slots.shape[0] <= MAX_SMALL_ROWS and self._adds_only
-        run = self._few_rows if is_short else self._many_rows
-        logits = run(inputs, state.page_table, max_context_len)
+        return inputs
+
+    def _is_short(self, rows: Tensor) -> bool:
+        return len(rows) <= MAX_SMALL_ROWS and self._adds_only
+
+    def _layers_of(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
+        """The last hidden state; normed, unless the LM head's kernel does that."""
+        run = self._few_rows if self._is_short(inputs.hidden) else self._many_rows
+        return run(inputs, page_table, max_context_len)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of what `_layers_of` returns."""
+        if len(x) <= MAX_SMALL_ROWS:
+            norm = self._final_norm if self._adds_only else None
+            logits = norm_linear(
+                x, self._lm_head, norm_weight=norm, eps=self._spec.rms_norm_eps, out_dtype=torch.float32,
+                pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            logits = tiled_linear(x, self._lm_head, out_dtype=torch.float32, pdl=self._pdl)
         if self._spec.logit_divisor != 1.0:
             logits.div_(self._spec.logit_divisor)
         if self._spec.logit_softcap is not None:
             logits.div_(self._spec.logit_softcap).tanh_().mul_(self._spec.logit_softcap)
-        return inputs, logits
+        return logits
 
     def _few_rows(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
-        """Logits."""
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
         for index, (layer, (k_cache, v_cache)) in enumerate(self._layers_with_caches()):
             weights = layer.weights
             # The chain's second kernel waits for the first one whole, see `slot_inputs`.
             first_pdl = pdl and index > 0
-            if layer.head_norms is None:
+            # The scale of a key in FP8 is that of a whole head, of which a program of QKV has some rows.
+            if layer.head_norms is None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
                 assert layer.input_norm is not None
                 q = qkv_rope_and_cache(
                     hidden,
@@ -180,12 +192,9 @@ class DecodeChain:
                 pdl=pdl,
             )
             hidden = norm_linear(activated, weights.down, bias=weights.down_bias, residual=hidden, pdl=pdl)
-        return norm_linear(
-            hidden, self._lm_head, norm_weight=self._final_norm, eps=eps, out_dtype=torch.float32, pdl=pdl
-        )
+        return hidden
 
     def _many_rows(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
-        """Logits."""
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
         multiplier = self._spec.residual_multiplier
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
@@ -229,8 +238,7 @@ class DecodeChain:
             hidden, normed = finish_rows(
                 parts, hidden, next_norm, eps, bias, pdl, layer.mlp_output_norm, multiplier
             )
-        linear = norm_linear if len(normed) <= MAX_SMALL_ROWS else tiled_linear
-        return linear(normed, self._lm_head, out_dtype=torch.float32, pdl=pdl)
+        return normed
 
     def _product(self, x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
         """[S, B, N], to be summed over S."""
@@ -242,8 +250,8 @@ class DecodeChain:
         self,
         parts: Tensor,
         layer: ChainLayer,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Cache,
+        v_cache: Cache,
         inputs: SlotInputs,
         page_table: Tensor,
         max_context_len: int | None,
@@ -283,5 +291,5 @@ class DecodeChain:
         )
         return expert_parts(normed, experts, weights, matrices, self._spec.activation, self._pdl)
 
-    def _layers_with_caches(self) -> Iterator[tuple[ChainLayer, tuple[Tensor, Tensor]]]:
+    def _layers_with_caches(self) -> Iterator[tuple[ChainLayer, tuple[Cache, Cache]]]:
         return zip(self._layers, self._kv_cache.layers, strict=True)

@@ -7,7 +7,7 @@ import torch
 
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
-from tiny_vllm.models.decode_chain import ChainResult, DecodeChain
+from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.rope import rope_table
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
@@ -138,10 +138,10 @@ def test_fp32_steps_follow_the_definition(device: torch.device, slots: list[int]
     greedy = torch.zeros(len(CONTEXTS), device=device)
     for step in range(2):
         expected = setup.expected_logits(chosen)
-        result = setup.chain.step(setup.state, chosen, greedy)
-        assert relative_error(result.logits, expected) < TOLERANCE
-        assert torch.equal(result.tokens, expected.argmax(-1))
-        assert torch.equal(setup.state.last_token[chosen], result.tokens)
+        assert relative_error(setup.chain.logits(setup.state, chosen), expected) < TOLERANCE
+        tokens = setup.chain.step(setup.state, chosen, greedy)
+        assert torch.equal(tokens, expected.argmax(-1))
+        assert torch.equal(setup.state.last_token[chosen], tokens)
         lens = torch.tensor(CONTEXTS, device=device)[chosen] + step
         assert torch.equal(setup.state.computed_len[chosen], lens)
 
@@ -166,8 +166,9 @@ def test_padding_rows_change_no_slot_and_no_result(device: torch.device) -> None
     spare = len(CONTEXTS)
     expected = setup.expected_logits(torch.tensor([1, 3], device=device))
     before = setup.state.computed_len.clone()
-    result = setup.chain.step(setup.state, torch.tensor([1, 3, spare, spare], device=device), greedy)
-    assert relative_error(result.logits[:2], expected) < TOLERANCE
+    slots = torch.tensor([1, 3, spare, spare], device=device)
+    assert relative_error(setup.chain.logits(setup.state, slots)[:2], expected) < TOLERANCE
+    assert torch.equal(setup.chain.step(setup.state, slots, greedy)[:2], expected.argmax(-1))
     assert (setup.state.computed_len - before).tolist() == [0, 1, 0, 1]
 
 
@@ -177,8 +178,8 @@ def test_more_rows_than_the_small_kernels_take(device: torch.device) -> None:
     greedy = torch.zeros(len(CONTEXTS), device=device)
     for _ in range(2):
         expected = setup.expected_logits(slots[:2])
-        result = setup.chain.step(setup.state, slots, greedy)
-        assert relative_error(result.logits[:2], expected) < TOLERANCE
+        assert relative_error(setup.chain.logits(setup.state, slots)[:2], expected) < TOLERANCE
+        setup.chain.step(setup.state, slots, greedy)
         assert torch.equal(setup.state.last_token[slots[:2]], expected.argmax(-1))
 
 
@@ -197,21 +198,22 @@ def test_a_replayed_graph_repeats_bit_for_bit(device: torch.device, rows: int, u
         setup.state.last_token.copy_(start[1])
         setup.state.sample_position.zero_()
 
-    def step() -> ChainResult:
-        return setup.chain.step(setup.state, slots, temperature)
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = setup.chain.logits(setup.state, slots)
+        return logits, setup.chain.step(setup.state, slots, temperature)
 
-    first = step()
-    expected = first.logits.clone(), first.tokens.clone()
+    expected = step()
     rewind()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = step()
+        logits, tokens = step()
     for _ in range(100):
         rewind()
-        result.logits.fill_(float("nan"))
+        logits.fill_(float("nan"))
+        tokens.fill_(-7)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(result.logits, expected[0]) and torch.equal(result.tokens, expected[1])
+        assert torch.equal(logits, expected[0]) and torch.equal(tokens, expected[1])
         real = slots < len(CONTEXTS)
-        assert torch.equal(setup.state.last_token[slots[real]], result.tokens[real])
+        assert torch.equal(setup.state.last_token[slots[real]], tokens[real])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tiny_vllm.kernels import draw_from_linear
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, _launch_draw_tokens, draw_tokens_ref
 from tiny_vllm.kernels.sampling import SamplingRows, sample, sample_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState, _launch_read_slots, read_slots_ref
-from tiny_vllm.kernels.triton_support import INTERPRETED
+from tiny_vllm.kernels.tiled_linear import Tiles
+from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +54,7 @@ def test_rows_that_cannot_be_sampled_are_reported_and_spoil_no_other(device: tor
         temperatures = torch.full((5,), temperature, device=device)
         tokens, is_valid = _launch_draw_tokens(logits, temperatures, random_keys(5, device))
         assert is_valid.tolist() == [False, False, False, True, True]
-        assert int(tokens[3]) == 0 and tokens.min() >= 0 and tokens.max() < 3000
+        assert tokens[:4].tolist() == [-1, -1, -1, 0] and 0 <= tokens[4] < 3000
 
 
 def make_state(device: torch.device) -> SlotState:
@@ -112,3 +114,53 @@ def test_sampling_gives_the_same_tokens_with_and_without_the_kernels(
     expected, _ = sample_ref(logits, params)
     tokens, is_valid = sample(logits, params)
     assert torch.equal(tokens, expected) and is_valid.all()
+
+
+DRAWS_OF_A_PRODUCT = [
+    (9, Tiles(64, 32, 2, 0, 4)),
+    (40, Tiles(32, 64, 2, 0, 4, 32)),  # two tiles of rows
+    *([] if INTERPRETED else [(rows, tiles) for rows, tiles in draw_from_linear.DRAW_TILES if tiles]),
+]
+
+
+@pytest.mark.parametrize(("rows", "tiles"), DRAWS_OF_A_PRODUCT, ids=str)
+@pytest.mark.parametrize("width", [64, 72])
+def test_a_product_that_draws_gives_the_tokens_of_its_logits(
+    device: torch.device, rows: int, tiles: Tiles, width: int
+) -> None:
+    """Integers, whose products are exact in any order: the logits are the same bits both ways."""
+    vocabulary = 1003
+    x = torch.randint(-3, 4, (rows, width), device=device).bfloat16()
+    weight = torch.randint(-3, 4, (vocabulary, width), device=device).bfloat16() / 16
+    keys = random_keys(rows, device)
+    logits = x.float() @ weight.float().T
+    temperature = torch.linspace(0.0, 2.0, rows, device=device)
+    temperature[rows // 2] = 0.0
+    for heat in (temperature, torch.zeros_like(temperature)):
+        tokens = draw_from_linear.launch_draw(x, weight, heat, keys, None, tiles, has_pdl(device))
+        assert torch.equal(tokens, draw_tokens_ref(logits, heat, keys)[0])
+
+
+def test_a_product_that_draws_moves_the_slots_on(device: torch.device) -> None:
+    x = torch.eye(16, 32, device=device).bfloat16()
+    weight = torch.zeros(100, 32, device=device).bfloat16()
+    weight[41, 0] = weight[43, 2] = 1.0
+    weight[7, 2] = float("nan")
+    state = make_state(device)
+    slots = torch.full((16,), 3, device=device)
+    slots[0], slots[2] = 2, 0
+    advance = SlotAdvance(slots, state.last_token, state.computed_len, state.sample_position)
+    tokens = draw_from_linear.launch_draw(
+        x, weight, torch.zeros(3, device=device), random_keys(16, device), advance,
+        Tiles(64, 32, 2, 0, 4), has_pdl(device),
+    )  # fmt: skip
+    # Zero times NaN is NaN: the NaN of one weight is in every row's logits.
+    assert tokens.tolist() == [-1] * 16
+    assert state.last_token.tolist() == [0, 30, 0]
+    assert state.computed_len.tolist() == [6, 0, 12] and state.sample_position.tolist() == [1, 1000, 4]
+    weight[7, 2] = 0.0
+    tokens = draw_from_linear.launch_draw(
+        x, weight, torch.zeros(3, device=device), random_keys(16, device), advance,
+        Tiles(64, 32, 2, 0, 4), has_pdl(device),
+    )  # fmt: skip
+    assert tokens[:3].tolist() == [41, 0, 43] and state.last_token.tolist() == [43, 30, 41]

@@ -1,0 +1,109 @@
+"""Is the LM head faster when its tiles draw than when it writes logits from which a kernel draws?
+
+    PYTHONPATH=. python3 benchmarks/gpu_draw.py --output draw.json
+
+The LM head of Llama-3.2-1B's shape in BF16, random weights; every variant of tiles is compiled by worker
+processes, its tokens are compared with those drawn from FP32 logits, and it is timed as a graph. `written` is
+what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import Report, time_graph
+from tests.helpers.kernel_compiler import compiling, meta
+from tiny_vllm.kernels.draw_from_linear import draw_from_linear_ref, launch_draw
+from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
+from tiny_vllm.kernels.sampling_noise import noise_keys
+from tiny_vllm.kernels.tiled_linear import Tiles
+from tiny_vllm.kernels.triton_support import has_pdl
+
+VOCABULARY, HIDDEN = 128256, 2048
+# Rows of W, values of K, stages, columns brought to L2, warps, most rows of x.
+VARIANTS = {
+    16: ((128, 128, 3, 0, 8), (64, 64, 5, 0, 4), (128, 64, 4, 128, 8)),
+    32: ((64, 64, 5, 0, 4), (128, 64, 4, 0, 8), (128, 128, 3, 0, 8)),
+    64: ((128, 64, 4, 128, 8), (128, 64, 4, 0, 8), (64, 64, 5, 0, 4), (128, 128, 3, 0, 8)),
+    128: ((64, 64, 4, 0, 8), (128, 64, 4, 0, 16), (128, 128, 3, 0, 16), (64, 128, 3, 0, 8)),
+    256: ((64, 64, 4, 0, 8), (128, 64, 4, 0, 16), (64, 64, 4, 0, 16, 256), (128, 64, 3, 0, 16)),
+}
+
+
+def compile_variant(rows: int, variant: tuple[int, ...]) -> str:
+    """In a worker process: fills Triton's cache."""
+    index = meta(rows, dtype=torch.int64)
+    advance = SlotAdvance(index, index, index, index)
+    try:
+        with compiling() as kernels:
+            launch_draw(
+                meta(rows, HIDDEN), meta(VOCABULARY, HIDDEN), meta(rows, dtype=torch.float32),
+                meta(rows, 2, dtype=torch.int32), advance, Tiles(*variant), True,
+            )  # fmt: skip
+        return f"{kernels[0].num_registers} registers, {kernels[0].stack_bytes} bytes of stack"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:150]}"
+
+
+class Bench:
+    """One number of rows at one temperature."""
+
+    def __init__(self, weight: Tensor, rows: int, temperature: float) -> None:
+        device = weight.device
+        self.weight, self.pdl = weight, has_pdl(device)
+        self.x = torch.randn(rows, HIDDEN, device=device).bfloat16()
+        self.temperature = torch.full((rows,), temperature, device=device)
+        counter = torch.arange(rows, device=device)
+        self.keys = noise_keys(counter, counter)
+        self.advance = SlotAdvance(counter, counter.clone(), counter.clone(), counter.clone())
+        logits = self.x.float() @ weight.float().T
+        self.expected, _ = draw_tokens(logits, self.temperature, self.keys)
+
+    def draw(self, tiles: Tiles | None) -> Tensor:
+        arguments = self.x, self.weight, self.temperature, self.keys, self.advance
+        if tiles is None:
+            return draw_from_linear_ref(*arguments, self.pdl)
+        return launch_draw(*arguments, tiles, self.pdl)
+
+    def measure(self, report: Report, name: str, tiles: Tiles | None, compiled: str) -> None:
+        same = float((self.draw(tiles) == self.expected).float().mean())
+        seconds = time_graph(partial(self.draw, tiles))
+        report.add(
+            rows=len(self.x), temperature=float(self.temperature[0]), variant=name, us=seconds * 1e6,
+            same=same, compiled=compiled,
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    report = Report(arguments.output)
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        futures = {
+            (rows, variant): pool.submit(compile_variant, rows, variant)
+            for rows, variants in VARIANTS.items()
+            for variant in variants
+        }
+        compiled = {key: future.result() for key, future in futures.items()}
+    torch.manual_seed(0)
+    weight = (torch.randn(VOCABULARY, HIDDEN, device="cuda") * HIDDEN**-0.5 * 4).bfloat16()
+    for rows, variants in VARIANTS.items():
+        for temperature in (0.0, 0.6):
+            bench = Bench(weight, rows, temperature)
+            report.section("written", partial(bench.measure, report, "written", None, ""))
+            for variant in variants:
+                name, how = str(variant), compiled[rows, variant]
+                report.section(name, partial(bench.measure, report, name, Tiles(*variant), how))
+
+
+if __name__ == "__main__":
+    main()
