@@ -404,9 +404,11 @@ void products_wait() {
 template <typename T, size_t COUNT>
 void hold(T (&)[COUNT]) {}
 
-inline u64 operand(u32 address, u32 across) {
-  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(across >> 4) << 16 | (address & 0x3ffff) >> 4;
-}
+struct Operand {
+  u32 low;
+  Operand(u32 address, u32 across) : low(across >> 4 << 16 | address >> 4) {}
+  u64 behind(u32 bytes) const { return (u64)(1 << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
+};
 template <int N>
 void multiply_shared(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
   emulated::check(emulated::self->fenced, "products without products_begin");

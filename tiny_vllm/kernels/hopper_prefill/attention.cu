@@ -238,18 +238,20 @@ DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
 
 // scores = 64 queries times BLOCK_N keys, HEAD_DIM terms.
 DEV void begin_scores(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
+  const Operand left(queries, 0), right(keys, 0);
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i)
-    multiply_shared<BLOCK_N>(scores, operand(queries + i / 4 * ROWS * 128 + i % 4 * 32, 0),
-                             operand(keys + i / 4 * BLOCK_N * 128 + i % 4 * 32, 0), i > 0);
+    multiply_shared<BLOCK_N>(scores, left.behind(i / 4 * ROWS * 128 + i % 4 * 32),
+                             right.behind(i / 4 * BLOCK_N * 128 + i % 4 * 32), i > 0);
   products_commit();
 }
 
 // output += weights times values, BLOCK_N terms.
 DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4], u32 values) {
+  const Operand right(values, BLOCK_N * 128);
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i)
-    multiply_registers<HEAD_DIM>(output, weights[i], operand(values + i * 16 * 128, BLOCK_N * 128));
+    multiply_registers<HEAD_DIM>(output, weights[i], right.behind(i * 16 * 128));
   products_commit();
 }
 

@@ -70,6 +70,8 @@ DEV void named_arrive(u32 barrier, u32 threads) {
 // Ordinary stores to shared memory, seen by the copy engine and the tensor cores.
 DEV void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+DEV u32 broadcast(u32 value, int lane) { return __shfl_sync(~0u, value, lane); }
+
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -125,9 +127,12 @@ DEV void hold(u32 (&values)[ROWS][COLUMNS]) {
 // Operands in shared memory, rows of 128 bytes whose 16-byte pieces are permuted as tensor maps with
 // SWIZZLE_128B do: groups of 8 rows lie 1024 bytes apart. across: bytes to the next 64 columns, where columns
 // are the product's own dimension (values); anything where they are summed over (queries and keys).
-DEV u64 operand(u32 address, u32 across) {
-  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(across >> 4) << 16 | (address & 0x3ffff) >> 4;
-}
+// behind: the operand that begins so many bytes further.
+struct Operand {
+  u32 low;
+  DEV Operand(u32 address, u32 across) : low(broadcast(across >> 4 << 16 | address >> 4, 0)) {}
+  DEV u64 behind(u32 bytes) const { return (u64)(1 << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
+};
 
 // d += a b over 16 terms, d [64, N] FP32, see attention.cu for its registers. a: rows of shared memory, or
 // registers; b [N, 16] rows of N (multiply_shared) or [16, N] rows of the 16 (multiply_registers).
@@ -207,7 +212,6 @@ template <typename T>
 DEV T exchange(T value, int lane_mask) {
   return __shfl_xor_sync(~0u, value, lane_mask);
 }
-DEV u32 broadcast(u32 value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEV u32 votes(bool vote) { return __ballot_sync(~0u, vote); }
 DEV void warp_sync() { __syncwarp(); }
 DEV int count_bits(u32 word) { return __popc(word); }
