@@ -15,6 +15,7 @@ from tiny_vllm.types import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 PrefillPolicy = Literal["auto", "exclusive", "mixed"]
 PoolSizing = Literal["memory", "formula"]
@@ -40,6 +41,9 @@ class EngineConfig:
     tokenizer: str | None = _option(None, "directory, tokenizer.json or .gguf file, if not the model's own")
     load_format: LoadFormat = _option("auto", "how to read the weights; dummy: seeded random weights")
     dtype: DType = _option("auto", "type of weights, activations and KV cache")
+    kv_cache_dtype: KVCacheDType = _option(
+        "auto", "auto: as dtype; fp8 (e4m3) halves the KV cache at some loss of accuracy"
+    )
     device: Device = _option("auto", "where to run; auto takes a GPU when there is one")
     seed: int = _option(0, "seed of dummy weights and of requests without a seed of their own", low=0)
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=2)
@@ -169,6 +173,7 @@ OPTION_KINDS: Mapping[str, OptionKind] = {
     "bool | None": OptionKind(bool, optional=True),
     "Device": OptionKind(str, choices=get_args(Device)),
     "DType": OptionKind(str, choices=get_args(DType)),
+    "KVCacheDType": OptionKind(str, choices=get_args(KVCacheDType)),
     "LoadFormat": OptionKind(str, choices=get_args(LoadFormat)),
     "PrefillPolicy": OptionKind(str, choices=get_args(PrefillPolicy)),
     "PoolSizing": OptionKind(str, choices=get_args(PoolSizing)),
@@ -190,13 +195,15 @@ class ModelFacts:
     """What `resolve` must know of the model.
 
     max_position_embeddings: longest context. default_model_len: context if the user asks for none; shorter
-    where a longer one changes the answers to short prompts. kv_values_per_token: K and V over all layers.
+    where a longer one changes the answers to short prompts. kv_values_per_token: K and V over all layers, in
+    heads of head_dim.
     """
 
     dtype: str
     max_position_embeddings: int
     default_model_len: int
     kv_values_per_token: int
+    head_dim: int
 
 
 def choose_device(device: Device, cuda_available: bool) -> Choice:
@@ -215,6 +222,15 @@ def choose_dtype(dtype: DType, checkpoint_dtype: str) -> Choice:
     if dtype != "auto":
         return Choice("dtype", dtype, "as asked")
     return Choice("dtype", checkpoint_dtype, "the checkpoint's own type")
+
+
+def choose_kv_cache_dtype(asked: KVCacheDType, dtype: str, obstacle: str | None) -> Choice:
+    """obstacle: why FP8 cannot be read here. Raises ConfigError when it is demanded and cannot be had."""
+    if asked == "auto":
+        return Choice("kv_cache_dtype", asked, f"{dtype}, as activations")
+    if obstacle is not None:
+        raise ConfigError(f"kv_cache_dtype is {asked!r}, but {obstacle}", hint="use kv_cache_dtype='auto'")
+    return Choice("kv_cache_dtype", "fp8", "as asked: e4m3, with a scale per token and KV head")
 
 
 def choose_weight_tape(
@@ -254,6 +270,7 @@ def choose_fused_cpu_decode(
     dtype: str,
     fits_family: bool,
     has_numba: bool,
+    kv_cache_dtype: str = "auto",
     copied_bytes: int,
     available_bytes: int,
 ) -> Choice:
@@ -274,6 +291,8 @@ def choose_fused_cpu_decode(
         obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or 'float32'"
     elif not fits_family:
         obstacle, hint = "the fused step does not compute this family of models", "leave it out"
+    elif kv_cache_dtype != "auto":
+        obstacle, hint = f"it does not read a KV cache in {kv_cache_dtype}", "use kv_cache_dtype='auto'"
     elif not has_numba:
         obstacle, hint = "numba is not installed", "pip install 'tiny-vllm[cpu]'"
     if obstacle is not None:
@@ -348,16 +367,24 @@ def _choose_batch_limits(
     choose("max_num_batched_tokens", max(default_tokens, seqs or 0), "default for this device")
 
 
-def page_bytes(config_dtype: str, page_size: int, facts: ModelFacts) -> int:
-    """Bytes of one page over all layers, K and V."""
-    return facts.kv_values_per_token * page_size * DTYPE_BYTES[config_dtype]
+def kv_bytes(num_values: int, head_dim: int, *, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes of keys and values of heads of head_dim; in FP8 each head has a scale of two bytes."""
+    if kv_cache_dtype == "auto":
+        return num_values * DTYPE_BYTES[dtype]
+    return num_values + 2 * (num_values // head_dim)
+
+
+def page_bytes(config: EngineConfig, dtype: str, facts: ModelFacts) -> int:
+    """Bytes of one page over all layers, K and V; dtype: the resolved one."""
+    num_values = facts.kv_values_per_token * config.page_size
+    return kv_bytes(num_values, facts.head_dim, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
 
 
 def _size_pool(
     config: EngineConfig, facts: ModelFacts, values: Mapping[str, Any], free_bytes: int | None
 ) -> tuple[int, str]:
     """How many pages to allocate, and why. More than all slots at full length could use is never taken."""
-    per_page = page_bytes(values["dtype"], config.page_size, facts)
+    per_page = page_bytes(config, values["dtype"], facts)
     useful = values["max_num_seqs"] * -(-values["max_model_len"] // config.page_size)
     if config.pool_sizing == "formula":
         assert config.mean_sequence_len is not None

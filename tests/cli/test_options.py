@@ -38,6 +38,7 @@ ENGINE_CASES = {
     "tokenizer": ("t.json", "t.json"),
     "load_format": ("dummy", "dummy"),
     "dtype": ("float32", "float32"),
+    "kv_cache_dtype": ("fp8", "fp8"),
     "device": ("cpu", "cpu"),
     "seed": ("7", 7),
     "max_model_len": ("64", 64),

@@ -93,7 +93,7 @@ def test_a_buffer_that_became_too_small_is_replaced() -> None:
 def test_planning_ahead_is_the_default_on_a_gpu_alone(
     device: str, expected: bool, asked: bool | None
 ) -> None:
-    facts = ModelFacts("float32", 128, 128, 1000)
+    facts = ModelFacts("float32", 128, 128, 1000, 10)
     config, choices = resolve(
         EngineConfig(async_scheduling=asked),
         facts,

@@ -240,6 +240,7 @@ def test_the_second_copy_is_kept_when_a_quarter_of_the_memory_holds_it() -> None
         (dict(dtype="float16"), "float16"),
         (dict(fits_family=False), "does not compute this family"),
         (dict(has_numba=False), "numba is not installed"),
+        (dict(kv_cache_dtype="fp8"), "does not read a KV cache in fp8"),
     ],
 )
 def test_where_it_cannot_run_it_is_off_and_demanding_it_an_error(

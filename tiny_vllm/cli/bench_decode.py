@@ -20,7 +20,7 @@ from tiny_vllm.cli.bench_rows import (
 )
 from tiny_vllm.cli.machine import free_memory_bytes, step_bytes
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
-from tiny_vllm.config import DTYPE_BYTES
+from tiny_vllm.config import EngineConfig, kv_bytes
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import SamplingParams
 
@@ -185,8 +185,9 @@ def _time_line(report: RowReport, model: DecodeModel, args: argparse.Namespace, 
 
     spec, config = model.spec, model.config
     batch_size, context = line["batch_size"], line["context"]
-    cache_bytes = (
-        batch_size * (context + args.num_steps) * spec.kv_values_per_token * DTYPE_BYTES[config.dtype]
+    num_values = batch_size * (context + args.num_steps) * spec.kv_values_per_token
+    cache_bytes = kv_bytes(
+        num_values, spec.head_dim, dtype=config.dtype, kv_cache_dtype=config.kv_cache_dtype
     )
     free_bytes = free_memory_bytes(config.device)
     if free_bytes is not None and cache_bytes > SHARE_OF_FREE * free_bytes:
@@ -222,16 +223,16 @@ def _time_step(
     )
     # The context grows by one with each step of a round.
     mean_context = line["context"] + (args.num_steps - 1) / 2
-    _add_step(report, model.spec, model.config.dtype, seconds, mean_context, **line)
+    _add_step(report, model.spec, model.config, seconds, mean_context, **line)
 
 
 def _add_step(
-    report: RowReport, spec: ModelSpec, dtype: str, seconds: float, mean_context: float, **line: Any
+    report: RowReport, spec: ModelSpec, config: EngineConfig, seconds: float, mean_context: float, **line: Any
 ) -> None:
     batch_size = line["batch_size"]
     report.add_traffic(
         seconds,
-        step_bytes(spec, dtype, batch_size, mean_context),
+        step_bytes(spec, config.dtype, batch_size, mean_context, kv_cache_dtype=config.kv_cache_dtype),
         **line,
         us_per_step=seconds * 1e6,
         us_per_token=seconds / batch_size * 1e6,
@@ -268,7 +269,7 @@ def _time_calls(report: RowReport, llm: LLM, args: argparse.Namespace, line: dic
     _add_step(
         report,
         llm.spec,
-        llm.config.dtype,
+        llm.config,
         (total - prompt) / (output_len - 1),
         input_len + output_len / 2,
         **line,

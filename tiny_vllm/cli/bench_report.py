@@ -94,7 +94,10 @@ def memory_limit(
     """
     bandwidth = measure_read_bandwidth(llm.config.device)
     context = args.input_len + (args.output_len + 1) / 2
-    bytes_per_token = step_bytes(llm.spec, llm.config.dtype, batch_size, context) / batch_size
+    bytes_per_token = (
+        step_bytes(llm.spec, llm.config.dtype, batch_size, context, kv_cache_dtype=llm.config.kv_cache_dtype)
+        / batch_size
+    )
     limit = bandwidth / bytes_per_token
     return {
         "read_bandwidth_bytes_per_second": bandwidth,

@@ -202,7 +202,13 @@ class _Bench:
         metrics = [output.metrics for output in outputs]
         num_output = sum(metric.num_generated_tokens for metric in metrics)
         assert llm.config.max_num_seqs is not None
-        num_bytes = workload_bytes(llm.spec, llm.config.dtype, workload, llm.config.max_num_seqs)
+        num_bytes = workload_bytes(
+            llm.spec,
+            llm.config.dtype,
+            workload,
+            llm.config.max_num_seqs,
+            kv_cache_dtype=llm.config.kv_cache_dtype,
+        )
         self.report.add_traffic(
             seconds,
             num_bytes,
@@ -263,10 +269,14 @@ def _columns(workload: Workload, is_caching: bool) -> dict[str, Any]:
     }
 
 
-def workload_bytes(spec: ModelSpec, dtype: str, workload: Workload, max_num_seqs: int) -> float:
+def workload_bytes(
+    spec: ModelSpec, dtype: str, workload: Workload, max_num_seqs: int, *, kv_cache_dtype: str = "auto"
+) -> float:
     """Bytes that decoding must read if all slots are always full: every token's context once, and the weights
     once a step. Prompts read next to nothing but take time, so a full share is out of reach."""
     longest_output = max(item.output_len for item in workload.items)
     num_steps = max(longest_output, math.ceil(workload.num_output_tokens / max_num_seqs))
     mean_batch = workload.num_output_tokens / num_steps
-    return num_steps * step_bytes(spec, dtype, mean_batch, workload.mean_context)
+    return num_steps * step_bytes(
+        spec, dtype, mean_batch, workload.mean_context, kv_cache_dtype=kv_cache_dtype
+    )

@@ -46,7 +46,9 @@ class DecodeModel:
             spec, weights, max_model_len=max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
         )
         dtype = getattr(torch, config.dtype)
-        self.tape_obstacle = tape_obstacle(spec, config.page_size, dtype, self.device)
+        self.tape_obstacle = tape_obstacle(
+            spec, config.page_size, dtype, self.device, kv_cache_dtype=config.kv_cache_dtype
+        )
 
     @property
     def max_tape_rows(self) -> int:
@@ -72,10 +74,10 @@ class DecodeWorkload:
             num_pages=batch_size * width + 1,  # the null page comes on top
             page_size=page_size,
             dtype=getattr(torch, model.config.dtype),
+            is_fp8=model.config.kv_cache_dtype == "fp8",
             device=device,
         )
-        self.cache.k.normal_()
-        self.cache.v.normal_()
+        self.cache.randomise()
         pages = torch.randperm(batch_size * width, device=device) + 1
         self._first_len = context - 1
         self._first_tokens = torch.randint(spec.vocab_size, (batch_size,), device=device)

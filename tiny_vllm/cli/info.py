@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
-from tiny_vllm.config import DTYPE_BYTES, GIB, EngineConfig
+from tiny_vllm.config import GIB, EngineConfig, kv_bytes
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
@@ -36,7 +36,12 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_engine(config)
     spec, config = plan.checkpoint.spec, plan.config
     assert config.num_pages is not None
-    per_page = spec.kv_values_per_token * config.page_size * DTYPE_BYTES[config.dtype]
+    per_page = kv_bytes(
+        spec.kv_values_per_token * config.page_size,
+        spec.head_dim,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
 
     machine = describe_machine(config.device)
     _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from tiny_vllm.config import DTYPE_BYTES
+from tiny_vllm.config import DTYPE_BYTES, kv_bytes
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
@@ -146,7 +146,9 @@ def measure_read_limit(device: str) -> ReadLimit:
     return ReadLimit(rate.bytes_per_second, "bulk copies to shared memory", details)
 
 
-def step_bytes(spec: ModelSpec, dtype: str, batch_size: float, context_len: float) -> float:
+def step_bytes(
+    spec: ModelSpec, dtype: str, batch_size: float, context_len: float, *, kv_cache_dtype: str = "auto"
+) -> float:
     """Bytes that one decode step must read: the weights once, and every sequence's keys and values.
 
     The embedding is read as a whole only where it is also the LM head; otherwise a step looks up single rows.
@@ -163,4 +165,5 @@ def step_bytes(spec: ModelSpec, dtype: str, batch_size: float, context_len: floa
     tokens = sum(
         min(context_len, spec.layer_window(layer) or context_len) for layer in range(spec.num_layers)
     )
-    return DTYPE_BYTES[dtype] * (parameters + batch_size * tokens * 2 * spec.kv_size)
+    token_bytes = kv_bytes(2 * spec.kv_size, spec.head_dim, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    return DTYPE_BYTES[dtype] * parameters + batch_size * tokens * token_bytes

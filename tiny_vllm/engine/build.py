@@ -18,6 +18,7 @@ from tiny_vllm.config import (
     ModelFacts,
     choose_device,
     choose_fused_cpu_decode,
+    choose_kv_cache_dtype,
     choose_weight_tape,
     page_bytes,
     resolve,
@@ -37,7 +38,7 @@ from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.experts import MAX_PICKS
-from tiny_vllm.models.kv_cache import KVCache
+from tiny_vllm.models.kv_cache import KVCache, fp8_obstacle
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.tape_decode import TapeDecode, tape_bytes, tape_obstacle
 from tiny_vllm.models.weights import ModelWeights
@@ -74,10 +75,24 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if device.value == "cuda":
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
     facts = ModelFacts(
-        spec.dtype, spec.max_position_embeddings, spec.default_model_len, spec.kv_values_per_token
+        spec.dtype,
+        spec.max_position_embeddings,
+        spec.default_model_len,
+        spec.kv_values_per_token,
+        spec.head_dim,
     )
-    asked_pages = (config.num_pages or 0) * page_bytes(dtype, config.page_size, facts)
-    obstacle = tape_obstacle(spec, config.page_size, getattr(torch, dtype), torch.device(str(device.value)))
+    kv_cache = choose_kv_cache_dtype(
+        config.kv_cache_dtype, dtype, fp8_obstacle(torch.device(str(device.value)))
+    )
+    config = replace(config, kv_cache_dtype=kv_cache.value)  # type: ignore[arg-type]
+    asked_pages = (config.num_pages or 0) * page_bytes(config, dtype, facts)
+    obstacle = tape_obstacle(
+        spec,
+        config.page_size,
+        getattr(torch, dtype),
+        torch.device(str(device.value)),
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
     copied_bytes = 0 if obstacle else tape_bytes(spec, config.page_size)
     tape = choose_weight_tape(
         config.weight_tape,
@@ -98,6 +113,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         dtype=dtype,
         fits_family=spec.fits_fused_cpu_decode,
         has_numba=has_numba(),
+        kv_cache_dtype=config.kv_cache_dtype,
         copied_bytes=(spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype],
         available_bytes=_available_bytes(),
     )
@@ -106,7 +122,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     limit = available - weight_bytes if free_bytes is None else free_bytes
     is_known = free_bytes is not None or available > 0
     assert resolved.num_pages is not None
-    needed = resolved.num_pages * page_bytes(dtype, resolved.page_size, facts)
+    needed = resolved.num_pages * page_bytes(resolved, dtype, facts)
     if is_known and needed > limit:
         raise ConfigError(
             f"the page pool needs {needed / GIB:.2f} GiB ({resolved.num_pages} pages), but beside "
@@ -114,7 +130,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
             hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len"
             + (", or set weight_tape=False" if tape.value else ""),
         )
-    return EnginePlan(checkpoint, resolved, (*choices, tape, fused), weight_bytes)
+    return EnginePlan(checkpoint, resolved, (*choices, kv_cache, tape, fused), weight_bytes)
 
 
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -132,6 +148,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         num_pages=config.num_pages + 1,  # the null page comes on top
         page_size=config.page_size,
         dtype=dtype,
+        is_fp8=config.kv_cache_dtype == "fp8",
         device=device,
     )
     table = SlotTable(config.max_num_seqs, -(-config.max_model_len // config.page_size), device)

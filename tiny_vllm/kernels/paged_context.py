@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.fp8_cache import Cache, read_rows
+
 
 def page_rows(page_table: Tensor, num_kv_heads: int) -> Tensor:
     """page_table [B, W] -> [B, Hkv, W]: rows of a cache seen as [num_pages * Hkv, page_size * D]."""
@@ -17,11 +19,10 @@ def page_rows(page_table: Tensor, num_kv_heads: int) -> Tensor:
     return page_table.unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)
 
 
-def gather_pages(cache: Tensor, rows: Tensor) -> Tensor:
+def gather_pages(cache: Cache, rows: Tensor) -> Tensor:
     """cache, rows [B, Hkv, W] of `page_rows` -> [B, Hkv, W * page_size, D]."""
     page_size, head_dim = cache.shape[2:]
-    pages = cache.view(-1, page_size * head_dim).index_select(0, rows.view(-1))
-    return pages.view(*rows.shape[:2], -1, head_dim)
+    return read_rows(cache, rows.view(-1), page_size).view(*rows.shape[:2], -1, head_dim)
 
 
 def token_rows(
@@ -48,7 +49,6 @@ def token_rows(
     return first_rows.unsqueeze(1) + heads.unsqueeze(1)
 
 
-def gather_tokens(cache: Tensor, rows: Tensor) -> Tensor:
+def gather_tokens(cache: Cache, rows: Tensor) -> Tensor:
     """cache, rows of `token_rows` -> rows' shape + [D]."""
-    head_dim = cache.shape[-1]
-    return cache.view(-1, head_dim).index_select(0, rows.flatten()).view(*rows.shape, head_dim)
+    return read_rows(cache, rows.flatten(), 1).view(*rows.shape, -1)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
 from tiny_vllm.kernels.triton_support import (
@@ -168,8 +169,8 @@ def _group_by_length(lens: list[int]) -> list[list[int]]:
 
 def paged_decode_attention_ref(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     scale: float,
@@ -213,8 +214,8 @@ def paged_decode_attention_ref(
 
 def paged_decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     contexts: list[DecodeContext],
     scale: float,
     *,
@@ -238,7 +239,7 @@ def paged_decode_attention(
     return output
 
 
-def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, context: GatheredContext, scale: float) -> Tensor:
+def _attend(q: Tensor, k_cache: Cache, v_cache: Cache, context: GatheredContext, scale: float) -> Tensor:
     """One group: q [B, Hq, D] -> [B, Hq, D]."""
     queries = q.reshape(q.shape[0], k_cache.shape[1], -1, q.shape[2])
     keys, values = _gather(k_cache, context), _gather(v_cache, context)
@@ -249,7 +250,7 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, context: GatheredContex
     return output.reshape(q.shape)
 
 
-def _gather(cache: Tensor, context: GatheredContext) -> Tensor:
+def _gather(cache: Cache, context: GatheredContext) -> Tensor:
     """[B, Hkv, L, D], zero where the mask hides it."""
     gathered = gather_pages(cache, context.rows)
     if context.outside is not None:
@@ -281,15 +282,18 @@ def part_of_context(context_len, part, WINDOW: tl.constexpr, TILE: tl.constexpr,
 
 @jit
 def _load_tile(
-    cache_ptr, page_table_ptr, positions, end, kv_head, dims,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    cache_ptr, scales_ptr, page_table_ptr, positions, end, kv_head, dims,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the given positions [TILE], zeros from `end` on: [TILE, dims]."""
+    """Rows of the given positions [TILE], zeros from `end` on: [TILE, dims] of TYPE."""
     is_token = positions < end
     page = tl.load(page_table_ptr + positions // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
     row = (page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + positions % PAGE_SIZE
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(cache_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    values = tl.load(cache_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    if scales_ptr is not None:
+        values = decode_rows(values, tl.load(scales_ptr + row, mask=is_token, other=0.0)[:, None], TYPE)
+    return values
 
 
 @jit
@@ -308,26 +312,29 @@ def _add_tile(q, keys, values, is_visible, maximum, total, output, scale, SOFTCA
 
 @jit
 def first_keys_and_values(
-    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, start, before, kv_head,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """A part's first tile, as far as earlier steps wrote it, so that it may be loaded before the wait."""
     dims = tl.arange(0, BLOCK_DIM)
     positions = start + tl.arange(0, TILE)
     keys = _load_tile(
-        k_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-    )
+        k_cache_ptr, k_scales_ptr, page_table_ptr, positions, before, kv_head, dims,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TYPE,
+    )  # fmt: skip
     values = _load_tile(
-        v_cache_ptr, page_table_ptr, positions, before, kv_head, dims, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE
-    )
+        v_cache_ptr, v_scales_ptr, page_table_ptr, positions, before, kv_head, dims,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TYPE,
+    )  # fmt: skip
     return keys, values
 
 
 @jit
-def attend_part(
+def _attend_part(
     q, newest_key, newest_value, holds_newest, keys, values,
-    k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, start, before, kv_head, scale,
+    sinks,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
     BLOCK_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -359,8 +366,8 @@ def attend_part(
     for tile_start in tl.range(start + TILE, before, TILE):
         positions = tile_start + tl.arange(0, TILE)
         keys, values = first_keys_and_values(
-            k_cache_ptr, v_cache_ptr, page_table_ptr, tile_start, before, kv_head,
-            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+            k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, tile_start, before, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, q.dtype,
         )  # fmt: skip
         maximum, total, output = _add_tile(
             q, keys, values, positions < before, maximum, total, output, scale, SOFTCAP
@@ -369,7 +376,7 @@ def attend_part(
 
 
 @jit
-def store_part(
+def _store_part(
     output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -390,6 +397,32 @@ def store_part(
 
 
 @jit
+def attend_and_store_part(
+    output_ptr, part_output_ptr, part_sums_ptr, q, newest_key, newest_value, holds_newest, keys, values,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
+    sequence, kv_head, part, start, before, scale,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """What is left of a program when it has its queries, the newest key and value, and its first tile."""
+    head = tl.arange(0, BLOCK_GROUP)
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, kv_head * GROUP + head, head < GROUP)
+    maximum, total, output = _attend_part(
+        q, newest_key, newest_value, holds_newest, keys, values,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, start, before, kv_head, scale,
+        sinks, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, SOFTCAP,
+    )  # fmt: skip
+    q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
+    _store_part(
+        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
+        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+    )  # fmt: skip
+
+
+@jit
 def _attend_part_kernel(
     output_ptr,
     part_output_ptr,
@@ -401,6 +434,8 @@ def _attend_part_kernel(
     context_lens_ptr,
     table_rows_ptr,
     sinks_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     table_width,
     scale,
     GROUP: tl.constexpr,
@@ -416,7 +451,7 @@ def _attend_part_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts). sinks_ptr may be None."""
+    """Grid (B, Hkv, parts). sinks_ptr, and both scales, may be None."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -433,11 +468,11 @@ def _attend_part_kernel(
     newest = context_len - 1
     before = tl.minimum(end, newest)
     keys, values = first_keys_and_values(
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, start, before, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, q_ptr.dtype.element_ty,
     )  # fmt: skip
     newest_page = tl.load(page_table_ptr + newest // PAGE_SIZE).to(tl.int64)
-    newest_row = ((newest_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + newest % PAGE_SIZE) * HEAD_DIM
+    newest_row = (newest_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + newest % PAGE_SIZE
     if PDL:
         wait_for_predecessor()
 
@@ -447,19 +482,16 @@ def _attend_part_kernel(
     q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
     is_q = (head < GROUP)[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
-    newest_key = tl.load(k_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
-    newest_value = tl.load(v_cache_ptr + newest_row + dims, mask=is_dim, other=0.0)
-    sinks = None
-    if sinks_ptr is not None:
-        sinks = load_sinks(sinks_ptr, kv_head * GROUP + head, head < GROUP)
-    maximum, total, output = attend_part(
-        q, newest_key, newest_value, end > newest, keys, values,
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, SOFTCAP,
-    )  # fmt: skip
-    store_part(
-        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
-        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+    newest_key = tl.load(k_cache_ptr + newest_row * HEAD_DIM + dims, mask=is_dim, other=0.0)
+    newest_value = tl.load(v_cache_ptr + newest_row * HEAD_DIM + dims, mask=is_dim, other=0.0)
+    if k_scales_ptr is not None:
+        newest_key = decode_rows(newest_key, tl.load(k_scales_ptr + newest_row), q.dtype)
+        newest_value = decode_rows(newest_value, tl.load(v_scales_ptr + newest_row), q.dtype)
+    attend_and_store_part(
+        output_ptr, part_output_ptr, part_sums_ptr, q, newest_key, newest_value, end > newest, keys, values,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
+        sequence, kv_head, part, start, before, scale,
+        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -545,8 +577,8 @@ class AttentionParts:
 
 def _attend_pages_ref(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     scale: float,
@@ -564,8 +596,8 @@ def _attend_pages_ref(
 @with_fallback(_attend_pages_ref)
 def attend_pages(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     scale: float,
@@ -588,7 +620,8 @@ def attend_pages(
     num_sequences, num_heads, _ = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert q.is_contiguous()
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
     output = torch.empty_like(q)
     parts = AttentionParts.make(output, num_kv_heads, longest, window)
@@ -597,12 +630,14 @@ def attend_pages(
         parts.outputs,
         parts.sums,
         q,
-        k_cache,
-        v_cache,
+        k_values,
+        v_values,
         page_table,
         context_lens,
         context_lens if table_rows is None else table_rows,
         sinks,
+        k_scales,
+        v_scales,
         page_table.stride(0),
         scale,
         GROUP=group,

@@ -14,7 +14,7 @@ Source: tiles with online softmax, Dao et al. 2022, arXiv 2205.14135.
 tiles of queries against all keys they see: whole BF16 products (see wide_product.py) or, for other types,
 torch's flash attention. Two cores, 512 tokens, 9 heads on 3 of 64, BF16: 1.7 ms, flash attention 3.5.
 
-On Hopper GPUs a kernel in CUDA C++ takes what it can, see `hopper_prefill`; a kernel in Triton takes the rest.
+On Hopper GPUs a kernel in CUDA C++ takes what it can, see `hopper_prefill`; one in Triton takes the rest.
 
 The Triton kernel takes a program per KV head and tile of rows, a row being one query of one of the KV head's
 query heads, so that a group of heads reads its keys once. Which sequence a tile belongs to, the program finds
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows
 from tiny_vllm.kernels.hopper_prefill import launch as hopper
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
@@ -103,8 +104,8 @@ def prepare_prefill_attention(
 
 def prefill_attention_ref(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -191,8 +192,8 @@ def _attend_tile(
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     contexts: list[PrefillContext],
     scale: float,
     *,
@@ -270,23 +271,30 @@ def _key_rows(
 
 @jit
 def _load_keys(
-    cache_ptr, rows, is_key, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr
+    cache_ptr, scales_ptr, rows, is_key,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_DIM]. Whole tiles of whole heads need no predicates."""
+    """[BLOCK_N, BLOCK_DIM] of TYPE. Whole tiles of whole heads need no predicates."""
     dims = tl.arange(0, BLOCK_DIM)
     places = cache_ptr + rows[:, None] + dims[None, :]
     if MASKED:
-        return tl.load(places, mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        keys = tl.load(places, mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM < BLOCK_DIM:
-        return tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        keys = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     else:
-        return tl.load(places)
+        keys = tl.load(places)
+    if scales_ptr is not None:
+        keys = decode_rows(
+            keys, tl.load(scales_ptr + rows // HEAD_DIM, mask=is_key, other=0.0)[:, None], TYPE
+        )
+    return keys
 
 
 @jit
 def _attend_keys(
     q, maximum, total, output,
-    k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, start, end, scale,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, kv_head, positions, start, end,
+    scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -298,8 +306,8 @@ def _attend_keys(
     key = start + tl.arange(0, BLOCK_N)
     rows = _key_rows(page_table_ptr, kv_head, key, end, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
     for _ in tl.range(start, end, BLOCK_N):
-        keys = _load_keys(k_cache_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED)
-        values = _load_keys(v_cache_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED)
+        keys = _load_keys(k_cache_ptr, k_scales_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED, q.dtype)
+        values = _load_keys(v_cache_ptr, v_scales_ptr, rows, key < end, HEAD_DIM, BLOCK_DIM, MASKED, q.dtype)
         # The next tile's page numbers are asked for a tile ahead: its loads need not wait for them.
         next_key = key + BLOCK_N
         rows = _key_rows(page_table_ptr, kv_head, next_key, end, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
@@ -342,6 +350,8 @@ def _prefill_attention_kernel(
     query_starts_ptr,
     context_lens_ptr,
     sinks_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     num_sequences,
     table_width,
     scale,
@@ -356,7 +366,10 @@ def _prefill_attention_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """Grid (tiles * Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads. sinks_ptr may be None."""
+    """Grid (tiles * Hkv). BLOCK_M rows are BLOCK_M // GROUP queries of GROUP heads.
+
+    sinks_ptr, and both scales, may be None.
+    """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     # The last tile of a sequence has the most keys. It comes first, all heads at the same time, so
     # that what the multiprocessors end with is short.
@@ -408,17 +421,19 @@ def _prefill_attention_kernel(
         total += 1.0
     if WINDOW > 0:
         maximum, total, output = _attend_keys(
-            q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, begin,
-            shared_start, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, True,
+            q, maximum, total, output, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr,
+            kv_head, positions, begin, shared_start, scale,
+            NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, True,
         )  # fmt: skip
     maximum, total, output = _attend_keys(
-        q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_start,
-        shared_end, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, False,
+        q, maximum, total, output, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr,
+        kv_head, positions, shared_start, shared_end, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, False,
     )  # fmt: skip
     maximum, total, output = _attend_keys(
-        q, maximum, total, output, k_cache_ptr, v_cache_ptr, page_table_ptr, kv_head, positions, shared_end,
-        last_position + 1, scale, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM,
-        True,
+        q, maximum, total, output, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr,
+        kv_head, positions, shared_end, last_position + 1, scale,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_DIM, True,
     )  # fmt: skip
     output = output / total[:, None]
     tl.store(output_ptr + q_places, output.to(output_ptr.dtype.element_ty), mask=mask)
@@ -426,8 +441,8 @@ def _prefill_attention_kernel(
 
 def _attend_chunks_ref(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -443,8 +458,8 @@ def _attend_chunks_ref(
 @with_fallback(_attend_chunks_ref)
 def attend_chunks(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -464,7 +479,7 @@ def attend_chunks(
     num_sequences = context_lens.shape[0]
     group = num_heads // num_kv_heads
     q = q.contiguous()
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     block_dim = next_power_of_2(head_dim)
     tiles = TILES_FP32 if q.dtype == torch.float32 else TILES_16_BIT
     block_m, block_n, num_warps, num_stages = next(tile for limit, tile in tiles if limit >= block_dim)
@@ -473,12 +488,14 @@ def attend_chunks(
     _prefill_attention_kernel[grid](
         output,
         q,
-        k_cache,
-        v_cache,
+        k_values,
+        v_values,
         page_table,
         query_starts,
         context_lens,
         sinks,
+        k_scales,
+        v_scales,
         num_sequences,
         page_table.stride(0),
         scale,
@@ -499,8 +516,8 @@ def attend_chunks(
 
 def attend_fast(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_scales, write_rows
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     jit,
@@ -86,9 +87,7 @@ def _gather(
     )
 
 
-def rope_and_cache_ref(
-    qkv: Tensor, step: RopeStep, k_cache: Tensor, v_cache: Tensor, num_heads: int
-) -> Tensor:
+def rope_and_cache_ref(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
     """Rotate q and k, write k and v to their cells, return q [T, Hq, D]."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     if isinstance(step, PositionRope):
@@ -96,8 +95,8 @@ def rope_and_cache_ref(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     rotated = _rotate(heads[:, : num_heads + num_kv_heads], step)
     keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
-    k_cache.view(-1, head_dim).index_copy_(0, step.rows, keys.reshape(-1, head_dim))
-    v_cache.view(-1, head_dim).index_copy_(0, step.rows, values.reshape(-1, head_dim))
+    write_rows(k_cache, step.rows, keys.reshape(-1, head_dim))
+    write_rows(v_cache, step.rows, values.reshape(-1, head_dim))
     return rotated[:, :num_heads]
 
 
@@ -120,6 +119,8 @@ def _rope_and_cache_kernel(
     cos_sin_ptr,
     positions_ptr,
     cells_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -128,6 +129,7 @@ def _rope_and_cache_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
+    """k_scales_ptr and v_scales_ptr are None unless the cache is in FP8."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     index = tl.arange(0, BLOCK_HALF)[None, :]
@@ -157,6 +159,16 @@ def _rope_and_cache_kernel(
     cache_row = (((cell // PAGE_SIZE) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE) * HEAD_DIM
     is_k = mask & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_v = mask & (head >= NUM_HEADS + NUM_KV_HEADS)
+    if k_scales_ptr is not None:
+        largest = tl.maximum(tl.abs(turned_first.to(tl.float32)), tl.abs(turned_second.to(tl.float32)))
+        scales = row_scales(tl.max(largest, 1)[:, None], q_ptr.dtype.element_ty)
+        row = cache_row // HEAD_DIM
+        is_k_head = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+        is_v_head = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        tl.store(k_scales_ptr + row, scales, mask=is_k_head)
+        tl.store(v_scales_ptr + row, scales, mask=is_v_head)
+        turned_first = encode_rows(turned_first, scales)
+        turned_second = encode_rows(turned_second, scales)
     tl.store(k_cache_ptr + cache_row + low, turned_first, mask=is_k)
     tl.store(k_cache_ptr + cache_row + high, turned_second, mask=is_k)
     tl.store(v_cache_ptr + cache_row + low, turned_first, mask=is_v)
@@ -165,20 +177,23 @@ def _rope_and_cache_kernel(
 
 @with_fallback(rope_and_cache_ref)
 def _launch_rope_and_cache(
-    qkv: Tensor, step: PositionRope, k_cache: Tensor, v_cache: Tensor, num_heads: int
+    qkv: Tensor, step: PositionRope, k_cache: Cache, v_cache: Cache, num_heads: int
 ) -> Tensor:
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert qkv.is_contiguous()
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     q = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     grid = (qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
     _rope_and_cache_kernel[grid](
         q,
-        k_cache,
-        v_cache,
+        k_values,
+        v_values,
         qkv,
         step.cos_sin,
         step.positions,
         step.cells,
+        k_scales,
+        v_scales,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -191,7 +206,7 @@ def _launch_rope_and_cache(
     return q
 
 
-def rope_and_cache(qkv: Tensor, step: RopeStep, k_cache: Tensor, v_cache: Tensor, num_heads: int) -> Tensor:
+def rope_and_cache(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
     """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. step: of `prepare_rope`."""
     if isinstance(step, PositionRope):
         return _launch_rope_and_cache(qkv, step, k_cache, v_cache, num_heads)

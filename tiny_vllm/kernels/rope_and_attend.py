@@ -24,17 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows, encode_rows, row_scales
 from tiny_vllm.kernels.paged_decode_attention import (
     AttentionParts,
+    attend_and_store_part,
     attend_pages,
-    attend_part,
     first_keys_and_values,
     part_of_context,
-    store_part,
 )
 from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
-from tiny_vllm.kernels.score_traits import load_sinks
 from tiny_vllm.kernels.triton_support import (
     IS_INTERPRETED,
     jit,
@@ -61,8 +60,8 @@ def rope_and_attend_ref(
     bias: Tensor | None,
     cos_sin: Tensor,
     cells: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     num_heads: int,
@@ -117,6 +116,19 @@ def _in_its_layout(values):
 
 
 @jit
+def _store_row(
+    cache_ptr, scales_ptr, row, values, is_stored, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Quantise values [BLOCK_DIM] and store them if is_stored; return what will be read."""
+    dims = tl.arange(0, BLOCK_DIM)
+    scale = row_scales(tl.max(tl.abs(values.to(tl.float32)), 0), values.dtype)
+    codes = encode_rows(values, scale)
+    tl.store(cache_ptr + row * HEAD_DIM + dims, codes, mask=(dims < HEAD_DIM) & is_stored)
+    tl.store(scales_ptr + row, scale, mask=is_stored)
+    return decode_rows(codes, scale, values.dtype)
+
+
+@jit
 def _rope_and_attend_kernel(
     output_ptr,
     part_output_ptr,
@@ -133,6 +145,8 @@ def _rope_and_attend_kernel(
     sinks_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     table_width,
     num_values,
     scale,
@@ -153,7 +167,7 @@ def _rope_and_attend_kernel(
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts). sinks_ptr, and both norms, may be None."""
+    """Grid (B, Hkv, parts). sinks_ptr, both norms and both scales may be None."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -170,8 +184,8 @@ def _rope_and_attend_kernel(
     before = tl.minimum(end, newest)
     holds_newest = end > newest
     keys, values = first_keys_and_values(
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, start, before, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, output_ptr.dtype.element_ty,
     )  # fmt: skip
     # Each dimension is turned with its partner; those beyond R are their own, and stay.
     head = tl.arange(0, BLOCK_GROUP)
@@ -202,7 +216,7 @@ def _rope_and_attend_kernel(
         norm = tl.rsqrt(tl.sum(q * q, 1) / HEAD_DIM + eps)[:, None]
         q *= norm * tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
         turned *= norm * tl.load(q_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    q = _in_its_layout((q * cos[None, :] + turned * sin[None, :]).to(k_cache_ptr.dtype.element_ty))
+    q = _in_its_layout((q * cos[None, :] + turned * sin[None, :]).to(output_ptr.dtype.element_ty))
 
     is_new = is_dim & holds_newest
     k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
@@ -213,24 +227,22 @@ def _rope_and_attend_kernel(
         norm = tl.rsqrt(tl.sum(k * k, 0) / HEAD_DIM + eps)
         k *= norm * tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
         turned *= norm * tl.load(k_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
-    k = (k * cos + turned * sin).to(k_cache_ptr.dtype.element_ty)
+    k = (k * cos + turned * sin).to(output_ptr.dtype.element_ty)
     v = _sum_parts(parts_ptr, bias_ptr, v_place, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
-    v = v.to(v_cache_ptr.dtype.element_ty)
-    tl.store(k_cache_ptr + cell_row * HEAD_DIM + dims, k, mask=is_new)
-    tl.store(v_cache_ptr + cell_row * HEAD_DIM + dims, v, mask=is_new)
+    v = v.to(output_ptr.dtype.element_ty)
+    if k_scales_ptr is None:
+        tl.store(k_cache_ptr + cell_row * HEAD_DIM + dims, k, mask=is_new)
+        tl.store(v_cache_ptr + cell_row * HEAD_DIM + dims, v, mask=is_new)
+    else:
+        # This step sees what later ones will read.
+        k = _store_row(k_cache_ptr, k_scales_ptr, cell_row, k, holds_newest, HEAD_DIM, BLOCK_DIM)
+        v = _store_row(v_cache_ptr, v_scales_ptr, cell_row, v, holds_newest, HEAD_DIM, BLOCK_DIM)
 
-    sinks = None
-    if sinks_ptr is not None:
-        sinks = load_sinks(sinks_ptr, kv_head * GROUP + head, head < GROUP)
-    maximum, total, output = attend_part(
-        q, k, v, holds_newest, keys, values,
-        k_cache_ptr, v_cache_ptr, page_table_ptr, start, before, kv_head, scale, sinks,
-        NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, TILE, BLOCK_DIM, SOFTCAP,
-    )  # fmt: skip
-    q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
-    store_part(
-        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
-        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+    attend_and_store_part(
+        output_ptr, part_output_ptr, part_sums_ptr, q, k, v, holds_newest, keys, values,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
+        sequence, kv_head, part, start, before, scale,
+        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -240,8 +252,8 @@ def rope_and_attend(
     bias: Tensor | None,
     cos_sin: Tensor,
     cells: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     num_heads: int,
@@ -263,7 +275,8 @@ def rope_and_attend(
     splits, num_sequences, width = parts.shape
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     group = num_heads // num_kv_heads
-    assert parts.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert parts.is_contiguous()
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
     output = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
     share = AttentionParts.make(output, num_kv_heads, longest, window)
@@ -275,14 +288,16 @@ def rope_and_attend(
         parts if bias is None else bias,
         cos_sin,
         cells,
-        k_cache,
-        v_cache,
+        k_values,
+        v_values,
         page_table,
         context_lens,
         context_lens if table_rows is None else table_rows,
         sinks,
         None if head_norms is None else head_norms.q,
         None if head_norms is None else head_norms.k,
+        k_scales,
+        v_scales,
         page_table.stride(0),
         num_sequences * width,
         scale,

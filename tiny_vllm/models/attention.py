@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.paged_decode_attention import (
     DecodeContext,
@@ -73,7 +74,7 @@ def prepare_attention(
                 batch.decode_context_lens,
                 num_kv_heads,
                 page_size,
-                kv_cache.k.dtype,
+                kv_cache.dtype,
             ),
             prepare_prefill_attention(
                 batch.prefill_page_table,
@@ -123,7 +124,7 @@ class Attention:
         self.join = join
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor
+        self, hidden: Tensor, residual: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache
     ) -> Tensor:
         qkv = self.qkv(hidden)
         if self.q_norm is not None and self.k_norm is not None:
@@ -142,7 +143,7 @@ class Attention:
         k = rms_norm(k.reshape(-1, len(k_norm)), k_norm, spec.rms_norm_eps).view(k.shape)
         return torch.cat((q, k, v), -1)
 
-    def _attend(self, q: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         is_plain = step.longest <= self.plain_limit
         contexts = step.plain if is_plain else step.varied
         decode, prefill = (

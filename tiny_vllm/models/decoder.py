@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.models.attention import Attention, AttentionStep, prepare_attention
@@ -41,7 +42,7 @@ class DecoderLayer:
         self.attention = Attention(spec, weights, attention_join, rope=rope, window=window)
         self.mlp = (Experts if spec.has_experts(index) else MLP)(spec, weights, mlp_join)
 
-    def __call__(self, x: Tensor, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         hidden = x if self.input_norm is None else rms_norm(x, self.input_norm, self.eps)
         x = self.attention(hidden, x, step, k_cache, v_cache)
         hidden = x if self.post_attention_norm is None else rms_norm(x, self.post_attention_norm, self.eps)

@@ -44,7 +44,14 @@ def tape_shape(spec: ModelSpec, page_size: int) -> TapeShape:
     )
 
 
-def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def tape_obstacle(
+    spec: ModelSpec,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_cache_dtype: str = "auto",
+) -> str | None:
     """Why the weight tape cannot run this model here, or None."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "there is no NVIDIA GPU"
@@ -58,6 +65,8 @@ def tape_obstacle(spec: ModelSpec, page_size: int, dtype: torch.dtype, device: t
         return f"a block of the GPU has {available} bytes of shared memory of {SHARED_BYTES} needed"
     if dtype != torch.bfloat16:
         return f"the weights are {dtype}, not bfloat16"
+    if kv_cache_dtype != "auto":
+        return f"the kernel does not read a KV cache in {kv_cache_dtype}"
     return spec_obstacle(spec, page_size)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tiny_vllm.config import DTYPE_BYTES
+from tiny_vllm.config import kv_bytes
 from tiny_vllm.engine.engine import SequenceStatus
 from tiny_vllm.engine.sequence import SequenceState
 from tiny_vllm.outputs import RequestOutput
@@ -93,7 +93,12 @@ def _page_bytes(service: Service) -> int | None:
     if service.engine.ready is None:
         return None
     options = service.engine.ready.options
-    return service.model.kv_values_per_token * options["page_size"] * DTYPE_BYTES.get(options["dtype"], 2)
+    return kv_bytes(
+        service.model.kv_values_per_token * options["page_size"],
+        service.model.head_dim,
+        dtype=options["dtype"],
+        kv_cache_dtype=options["kv_cache_dtype"],
+    )
 
 
 def _memory_of(process_id: int | None) -> int | None:

@@ -72,6 +72,7 @@ def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel
         vocab_size=checkpoint.spec.vocab_size,
         hidden_size=checkpoint.spec.hidden_size,
         kv_values_per_token=checkpoint.spec.kv_values_per_token,
+        head_dim=checkpoint.spec.head_dim,
         tokenizer=None if checkpoint.tokenizer is None else checkpoint.load_tokenizer(),
     )
 

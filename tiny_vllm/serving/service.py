@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding.
 
-    hidden_size: values of an embedding. kv_values_per_token: K and V over all layers.
+    hidden_size: values of an embedding. kv_values_per_token: K and V over all layers, in heads
+    of head_dim.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ServedModel:
     vocab_size: int
     hidden_size: int
     kv_values_per_token: int
+    head_dim: int
     tokenizer: Tokenizer | None
 
 
