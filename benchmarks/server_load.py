@@ -5,7 +5,7 @@ many tokens as asked for, one end, nothing after it. Meanwhile /health is asked 
 memory of the server's processes is read. At the end the pages must all be back.
 
     tiny-vllm serve --port 8000 --max-queue-len 1000 &
-    python benchmarks/server_load.py --url http://127.0.0.1:8000 --clients 200 --seconds 180
+    python benchmarks/server_load.py --url http://127.0.0.1:8000 --clients 200 --seconds 180 --json load.json
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import shlex
+import sys
 import time
 import urllib.parse
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 
@@ -149,10 +154,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         asyncio.create_task(watch_memory(client, tally)),
     ]
     start = time.monotonic()
-    await asyncio.gather(*(keep_asking(number) for number in range(args.clients)))
+    askers = [asyncio.create_task(keep_asking(number)) for number in range(args.clients)]
+    _, unfinished = await asyncio.wait(askers, timeout=args.seconds + args.grace)
     seconds = time.monotonic() - start
-    for watcher in watchers:
-        watcher.cancel()
+    for task in (*askers, *watchers):
+        task.cancel()
+    for ended in await asyncio.gather(*askers, *watchers, return_exceptions=True):
+        if isinstance(ended, Exception):
+            tally.faults.append(repr(ended))
     for _ in range(100):
         stats = (await live(client))["stats"]
         if stats["num_running"] == stats["num_waiting"] == 0:
@@ -165,6 +174,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "finished": tally.finished,
         "hung_up": tally.hung_up,
         "refused": tally.refused,
+        "unfinished": len(unfinished),
         "tokens_per_second": round(tally.tokens / seconds),
         "faults": len(tally.faults),
         "first_faults": tally.faults[:5],
@@ -183,9 +193,22 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--grace", type=float, default=120, help="seconds to finish what was begun")
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--hang-up", type=float, default=0.1, help="share of the requests that hang up")
-    print(json.dumps(asyncio.run(run(parser.parse_args())), indent=1))
+    parser.add_argument("--json", type=Path, help="where the results go, beside stdout")
+    args = parser.parse_args()
+    machine = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "processors": os.cpu_count(),
+        # Of what else runs here, before the load begins.
+        "load_average_before": os.getloadavg()[0],
+    }
+    text = json.dumps(machine | asyncio.run(run(args)), indent=1)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
