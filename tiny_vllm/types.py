@@ -18,6 +18,7 @@ from tiny_vllm.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow without changing the choice."""
 
+MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
 
@@ -56,7 +57,7 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string, or the stop token's text, in the output.
     ignore_eos: go on past the model's end-of-sequence tokens.
     bad_words: texts whose tokens may not be completed. allowed_token_ids: the only tokens permitted.
-    logit_bias: token id -> value added to its logit.
+    logit_bias: token id -> value added to its logit; 100 allows such tokens alone, -100 forbids them.
     logprobs: number of most likely tokens reported per generated token beside the chosen one (None: off,
         -1: the whole vocabulary). They are those of the model, before temperature, penalties and filters.
     prompt_logprobs: the same for every prompt token but the first.
@@ -235,9 +236,7 @@ def _bias(bias: object) -> dict[int, float]:
         _integer("a token id in logit_bias", key, low=0)
         if key in checked:
             raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
-        if key in checked:
-            raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
-        checked[key] = _number(f"logit_bias[{key}]", value, low=-100.0, high=100.0)
+        checked[key] = _number(f"logit_bias[{key}]", value, low=-MAX_BIAS, high=MAX_BIAS)
     return checked
 
 

@@ -48,6 +48,24 @@ def test_s09_tiny_temperatures_are_greedy_where_the_gap_is_clear(
         assert torch.equal(torch.tensor(drawn)[is_clear], best.indices[is_clear, 0])
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 1}, {"temperature": 50.0, "top_k": 5}], ids=str
+)
+def test_s06_a_bias_of_100_decides_whatever_the_size_of_the_logits(
+    steep: tuple[Any, LLM], options: dict[str, Any]
+) -> None:
+    _, llm = steep
+    free = tokens(llm, temperature=0)
+    assert tokens(llm, **options, logit_bias={200: 100}) == [200] * NUM_TOKENS
+    assert set(tokens(llm, **options, logit_bias={200: 100, 201: 100, free[0]: 99})) <= {200, 201}
+    assert not set(tokens(llm, **options, logit_bias=dict.fromkeys(free, -100))) & set(free)
+    # What is impossible together gives way, in the order of the docs: the allow-list holds.
+    everything = dict.fromkeys(range(VOCAB_SIZE), -100)
+    assert len(tokens(llm, **options, logit_bias=everything)) == NUM_TOKENS
+    contradiction = {"allowed_token_ids": [7, 8], "logit_bias": {200: 100, 7: -100}}
+    assert tokens(llm, **options, **contradiction) == [8] * NUM_TOKENS
+
+
 @pytest.mark.parametrize("temperature", [-1e-9, -1, math.nan, math.inf, -math.inf, "1", True])
 def test_s09_a_temperature_is_finite_and_not_negative(temperature: Any) -> None:
     with pytest.raises(RequestError, match="temperature is"):

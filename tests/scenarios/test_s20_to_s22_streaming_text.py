@@ -1,4 +1,5 @@
-"""Text as it streams: stop strings over several tokens, text held back for them, characters over tokens."""
+"""Text as it streams: stop strings over several tokens, text held back for them, characters over tokens;
+and the log-probabilities beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TEXT = "One, two, three; and then some more."
 @pytest.fixture(scope="module")
 def repeater() -> Iterator[RunningServer]:
     """An engine that says the prompt's tokens over and over, so that a test can choose the output."""
-    with running_server(engine={"max_num_seqs": 4, "max_logprobs": 5}) as server:
+    with running_server(engine={"max_num_seqs": 4, "max_logprobs": -1}) as server:
         yield server
 
 
@@ -40,6 +41,27 @@ def ask(server: RunningServer, is_chat: bool, text: str, **options: Any) -> Any:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
         return server.post("/v1/chat/completions", {"ignore_eos": True, **body, **options})
     return server.complete(text, **options)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_s12_log_probabilities_of_the_whole_vocabulary_are_shown(
+    repeater: RunningServer, is_streamed: bool
+) -> None:
+    """-1 asks for all tokens, of which the engine here has six."""
+    options: dict[str, Any] = {"max_tokens": 2, "stream": is_streamed, "return_tokens_as_token_ids": True}
+
+    def entries(answer: Any) -> list[Any]:
+        assert answer.status == 200, answer.data
+        parts = answer.events() if is_streamed else [answer.json()]
+        return [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+
+    chat = ask(repeater, True, "x", **options, logprobs=True, top_logprobs=-1)
+    content = [entry for part in entries(chat) for entry in part["content"]]
+    assert [len(entry["top_logprobs"]) for entry in content] == [6, 6]
+    for echo in (False, True):
+        answer = repeater.complete([7, 8, 9], **options, logprobs=-1, echo=echo)
+        tops = [top for part in entries(answer) for top in part["top_logprobs"]]
+        assert [top and len(top) for top in tops] == ([None, 6, 6] if echo else []) + [6, 6]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

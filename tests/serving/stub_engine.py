@@ -127,7 +127,8 @@ class StubEngine:
         return event
 
     def logprobs(self, token_id: int, number: int) -> TokenLogprobs:
-        """The second most likely token has probability 0, which JSON must survive."""
+        """The second most likely token has probability 0, which JSON must survive. -1 gets six tokens."""
+        number = 6 if number < 0 else number
         others = [token_id, *(token_id + 1 + i for i in range(number - 1))][:number]
         values = [-0.5, -0.5, float("-inf"), *(-1e30 for _ in range(number))][: number + 1]
         return TokenLogprobs((token_id, *others), tuple(values), (1, *range(1, number + 1)))

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.engine.transfers import Arriving, Upload
-from tiny_vllm.types import SamplingParams
+from tiny_vllm.types import MAX_BIAS, SamplingParams
 
 
 class TokenConstraints:
     """allowed_token_ids, bad_words, min_tokens and logit_bias of one sequence, applied in that order.
 
     The allow-list always holds. Bad words, and then the ban on ending before min_tokens, give way for a
-    step in which they would leave no token at all.
+    step in which they would leave no token at all. A bias of 100 or -100, the ends of its range, decides
+    whatever the size of the logits: only such tokens, or none of them. Both give way likewise.
     A bad word of several tokens forbids its last token after the others have been generated; the prompt's
     end is not looked at. Only such words need the tokens on the host: see `needs_tokens`.
     """
@@ -45,6 +46,8 @@ class TokenConstraints:
             (list(word[:-1]), word[-1]) for word in bad_words if len(word) > 1 and word[-1] < vocab_size
         ]
         bias = params.logit_bias or {}
+        self._wanted = send([token for token, value in bias.items() if value == MAX_BIAS])
+        self._unwanted = send([token for token, value in bias.items() if value == -MAX_BIAS])
         self._biased = upload.integers(list(bias)) if bias else None
         self._biases = upload.reals(list(bias.values())) if bias else None
 
@@ -76,6 +79,10 @@ class TokenConstraints:
             _forbid(masked, banned)
         if self._num_drawn < self._min_tokens and self._endings is not None:
             _forbid(masked, self._endings.tensor)
+        if self._wanted is not None:
+            _keep_only(masked, self._wanted.tensor)
+        if self._unwanted is not None:
+            _forbid(masked, self._unwanted.tensor)
         if self._biased is not None and self._biases is not None:
             masked.index_add_(0, self._biased.tensor, self._biases.tensor)
         torch.where(is_sound, masked, logits, out=logits)
@@ -91,6 +98,13 @@ class TokenConstraints:
             return banned
         completing = torch.tensor(last, dtype=torch.int64, device=device)
         return completing if banned is None else torch.cat((banned, completing))
+
+
+def _keep_only(logits: Tensor, token_ids: Tensor) -> None:
+    """Mask all other tokens, unless these are masked themselves."""
+    kept = logits.index_select(0, token_ids)
+    logits.copy_(torch.where(kept.amax() == -torch.inf, logits, -torch.inf))
+    logits.index_copy_(0, token_ids, kept)
 
 
 def _forbid(logits: Tensor, token_ids: Tensor) -> None:
