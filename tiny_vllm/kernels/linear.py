@@ -38,9 +38,14 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + (x W^T + b); x [T, in], residual [T, out] -> [T, out]."""
+        """residual + (x W^T + b); x [T, in], residual [T, out] -> [T, out].
+
+        The result may be written over residual: on a GPU that spares a kernel which reads both and writes.
+        """
         if self.is_packed:
             return _pointwise_binary(x, residual, self.weight, self.bias, "add")
+        if self.bias is None:
+            return residual.addmm_(x, self.weight.T)
         return F.linear(x, self.weight, self.bias) + residual
 
 

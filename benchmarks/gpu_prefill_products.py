@@ -1,0 +1,155 @@
+"""What does a layer of a long prompt cost besides attention, and which way of computing each part is fastest?
+
+    PYTHONPATH=. python3 benchmarks/gpu_prefill_products.py --output products.json
+
+Llama-3.2-1B's and Llama-3.1-8B's shapes in BF16, random values, some thousand tokens at a time: the products
+by cuBLAS, alone and with the residual added in place or by a kernel of its own; gate and up with SiLU as two
+kernels or as one (kernels/gated_linear.py) with several tiles, checked against FP32; norm. us and TFLOP/s
+of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_timing import Report, rotate, time_graph
+from tests.helpers.kernel_compiler import compiling, meta
+from tiny_vllm.kernels.gated_linear import GatedTiles, gated_linear_ref, launch_gated_linear
+from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    qkv: int
+
+
+SHAPES = {"1b": Shape(2048, 8192, 3072), "8b": Shape(4096, 14336, 6144)}
+TILES = (
+    GatedTiles(),
+    GatedTiles(stages=4),
+    GatedTiles(group=16),
+    GatedTiles(group=4, stages=4),
+    GatedTiles(block_m=256, block_n=64),
+    GatedTiles(block_n=64, stages=4, num_warps=4),
+)
+MAX_ERROR = 2**-7
+
+
+def compile_gated(shape: Shape, num_tokens: int, tiles: GatedTiles) -> str:
+    """In a worker process: fills Triton's cache."""
+    try:
+        x, weight = meta(num_tokens, shape.hidden), meta(2 * shape.intermediate, shape.hidden)
+        with compiling() as kernels:
+            launch_gated_linear(x, weight, "silu", tiles)
+        return f"{kernels[0].num_registers} registers, {kernels[0].stack_bytes} bytes of stack"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:150]}"
+
+
+def _add_after(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return F.linear(x, weight) + residual
+
+
+class Bench:
+    """One shape with a number of tokens."""
+
+    def __init__(self, report: Report, name: str, num_tokens: int) -> None:
+        self.report, self.name, self.num_tokens, self.shape = report, name, num_tokens, SHAPES[name]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda").bfloat16()
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        return self.random(rows, columns).mul_(columns**-0.5)
+
+    def add(self, part: str, seconds: float, flops: float = 0.0, **more: object) -> None:
+        self.report.add(
+            shape=self.name, tokens=self.num_tokens, part=part, us=seconds * 1e6,
+            tflops=flops / seconds / 1e12, **more,
+        )  # fmt: skip
+
+    def products(self) -> None:
+        shape, T = self.shape, self.num_tokens
+        for part, rows, columns in (
+            ("qkv", shape.qkv, shape.hidden),
+            ("output", shape.hidden, shape.hidden),
+            ("gate_up", 2 * shape.intermediate, shape.hidden),
+            ("down", shape.hidden, shape.intermediate),
+        ):
+            x, weight, residual = self.random(T, columns), self.matrix(rows, columns), self.random(T, rows)
+            flops = 2.0 * T * rows * columns
+            self.add(part, time_graph(partial(F.linear, x, weight)), flops)
+            if part in ("output", "down"):
+                with_kernel = partial(_add_after, x, weight, residual)
+                self.add(f"{part} + residual", time_graph(with_kernel), flops)
+                # Replays add up: a small factor keeps the values finite.
+                in_place = partial(residual.addmm_, x, weight.T, alpha=1e-3)
+                self.add(f"{part} onto residual", time_graph(in_place), flops)
+
+    def gated(self, tiles: GatedTiles | None, compiled: str) -> None:
+        shape, T = self.shape, self.num_tokens
+        x, weight = self.random(T, shape.hidden), self.matrix(2 * shape.intermediate, shape.hidden)
+        run = (
+            partial(gated_linear_ref, x, weight)
+            if tiles is None
+            else partial(launch_gated_linear, x, weight, "silu", tiles)
+        )
+        some = slice(T // 2, T // 2 + 300)
+        gate, up = F.linear(x[some].float(), weight.float()).chunk(2, -1)
+        expected = F.silu(gate) * up
+        error = float((run()[some].float() - expected).norm() / expected.norm())
+        assert error < MAX_ERROR, f"wrong: relative error {error:.3g}"
+        self.add(
+            f"gated {'cuBLAS, then SiLU' if tiles is None else astuple(tiles)}", time_graph(run),
+            4.0 * T * shape.hidden * shape.intermediate, error=error, compiled=compiled,
+        )  # fmt: skip
+
+    def others(self) -> None:
+        shape, T = self.shape, self.num_tokens
+        norm = torch.ones(shape.hidden, device="cuda")
+        hidden = rotate(lambda: self.random(T, shape.hidden))
+        self.add("norm", time_graph(lambda: [rms_norm(x, norm, 1e-5) for x in hidden]) / len(hidden))
+        wide = rotate(lambda: self.random(T, 2 * shape.intermediate))
+        self.add("silu", time_graph(lambda: [silu_and_mul(x) for x in wide]) / len(wide))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--shapes", default="1b,8b")
+    parser.add_argument("--tokens", default="8192,16384")
+    arguments = parser.parse_args()
+    report = Report(arguments.output)
+    cases = [(n, int(t)) for n in arguments.shapes.split(",") for t in arguments.tokens.split(",")]
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        compiled = {
+            (name, count, tiles): pool.submit(compile_gated, SHAPES[name], count, tiles)
+            for name, count in cases
+            for tiles in TILES
+        }
+    for name, count in cases:
+        bench = Bench(report, name, count)
+        report.section(f"{name} {count} products", bench.products)
+        report.section(f"{name} {count} others", bench.others)
+        report.section(f"{name} {count} gated, cuBLAS", partial(bench.gated, None, ""))
+        for tiles in TILES:
+            how = compiled[name, count, tiles].result()
+            report.section(f"{name} {count} {tiles}", partial(bench.gated, tiles, how))
+    print("failed sections:", report.failures or "none")
+
+
+if __name__ == "__main__":
+    main()
