@@ -169,9 +169,9 @@ class StubEngine:
         request_id, state = sequence.request.request_id, SequenceState.DECODE
         return SequenceStatus(slot, request_id, sequence.index, state, prompt_len, known_len, known_len - 1)
 
-    def page_map(self) -> list[str]:
+    def page_map(self) -> str:
         stats = self.stats()
-        return ["null", *["used"] * stats.num_used_pages, *["free"] * stats.num_free_pages]
+        return "n" + "u" * stats.num_used_pages + "f" * stats.num_free_pages
 
 
 def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig]:
@@ -181,6 +181,7 @@ def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig
     time.sleep(float(os.environ.get("STUB_LOAD_SECONDS", "0")))
     resolved = replace(
         config,
+        dtype="float32",
         max_num_seqs=config.max_num_seqs or 8,
         num_pages=config.num_pages or 1000,
         max_model_len=config.max_model_len or 512,

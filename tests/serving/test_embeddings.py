@@ -163,7 +163,9 @@ def test_embeddings_wait_for_their_turn_and_count_in_the_queue(monkeypatch: pyte
         wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_running == 1)
         full = embed(server, ["a", "b", "c"])
         assert (full.status, full.headers["retry-after"]) == (429, "1")
-        assert embed(server, ["a"] * 4).status == 400  # can never be taken
+        never = embed(server, ["a"] * 4)
+        assert (never.status, never.error["param"]) == (400, None)
+        assert "4 answers, but slots and queue hold 3" in never.error["message"]
         assert busy.is_alive()
         assert embed(server, ["a", "b"]).status == 200
         assert not busy.is_alive()
@@ -191,10 +193,12 @@ def test_metrics_count_prompts_but_no_tokens(server: RunningServer) -> None:
         lines = server.get("/metrics").data.decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
 
+    shown = server.service.metrics.num_prompt_tokens
     before = value("vllm:prompt_tokens_total"), value("vllm:generation_tokens_total")
     assert embed(server, [[5, 6, 7], [8]]).status == 200
     after = value("vllm:prompt_tokens_total"), value("vllm:generation_tokens_total")
     assert (after[0] - before[0], after[1] - before[1]) == (4, 0)
+    assert server.service.metrics.num_prompt_tokens - shown == 4
 
 
 # FP32, see tests/engine/test_pooling.py.

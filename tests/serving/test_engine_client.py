@@ -153,3 +153,23 @@ def test_page_maps_come_only_while_somebody_watches() -> None:
             await eventually(lambda: client.report is not None and client.report.page_map is None)
 
     run(test)
+
+
+def test_closing_waits_neither_for_a_restart_nor_for_a_start() -> None:
+    async def test() -> None:
+        for moment in ("before", "starting", "delay"):
+            client = EngineClient(EngineConfig(), None, command=STUB_COMMAND)
+            supervisor = asyncio.create_task(client.run())
+            if moment != "before":
+                await eventually(lambda client=client: client.process_id is not None)
+            if moment == "delay":
+                for _ in range(2):  # the second delay is longer
+                    await eventually(lambda client=client: client.state is EngineState.READY)
+                    os.kill(client.process_id or 0, signal.SIGKILL)
+                    await eventually(lambda client=client: client.process_id is None)
+            async with asyncio.timeout(5):
+                await client.close()
+                await supervisor
+            assert client.process_id is None and client.state is EngineState.CLOSED
+
+    run(test)

@@ -138,7 +138,7 @@ class Endpoints:
         *,
         stream: StreamFormat | None = None,
     ) -> GenerationResponse:
-        self._service.check_num_choices(sum(item.request.sampling.n for item in prepared))
+        self._service.check_num_choices(len(prepared), prepared[0].request.sampling.n)
         return GenerationResponse(
             self._service.engine,
             self._service.admission,

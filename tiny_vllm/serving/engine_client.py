@@ -1,7 +1,6 @@
-"""The API process's side of the engine: starts its process, watches it, and passes requests and events.
+"""The API process's side of the engine: keeps a process running, and passes requests and events.
 
-States: LOADING -> READY -> (the process dies) -> LOADING again, or DEAD; CLOSED at the end. A process gets a
-socket of its own, so nothing of a dead one can reach its successor.
+States: LOADING -> READY -> (the process dies) -> LOADING again, or DEAD; CLOSED at the end.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats
 from tiny_vllm.errors import EngineDead, TinyVLLMError
 from tiny_vllm.outputs import RequestOutput, RequestUpdate
+from tiny_vllm.serving.engine_child import EngineChild
 from tiny_vllm.serving.generation import Generation
 from tiny_vllm.serving.messages import (
     Abort,
@@ -36,15 +31,12 @@ from tiny_vllm.serving.messages import (
     Failed,
     FromEngine,
     Loading,
-    Quit,
     Ready,
     Refused,
     Report,
     Start,
     Stop,
-    ToEngine,
     Watch,
-    encode,
 )
 from tiny_vllm.text.output_processor import OutputProcessor
 from tiny_vllm.text.request_builder import PreparedRequest
@@ -55,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "tiny_vllm.serving.engine_process")
 QUIT_SECONDS = 5.0
-LAST_WORDS_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MIN_RESTART_DELAY = 0.25
 MAX_RESTART_DELAY = 30.0
@@ -97,13 +88,11 @@ class EngineClient:
         self.report: Report | None = None
         self.load_progress: Loading | None = None
         self.failure: TinyVLLMError | None = None
-        self.last_heard = time.monotonic()
         self.num_restarts = 0
-        self._config = config
         self._tokenizer = tokenizer
         self._command = command
+        self._start = Start(config, log_level)
         self._restart = restart
-        self._log_level = log_level
         self._on_ready = on_ready
         self._observe = observe
         self._on_lost = on_lost
@@ -111,14 +100,18 @@ class EngineClient:
         self._numbers = itertools.count()
         self._offered: dict[int, Generation] = {}
         self._generations: dict[str, Generation] = {}
-        self._socket: zmq.asyncio.Socket | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = self._new_child()
+        self._closing = asyncio.Event()
         self._num_watchers = 0
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
 
     @property
     def process_id(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return self._child.process_id
+
+    @property
+    def last_heard(self) -> float:
+        """When the process last said something, on the monotonic clock."""
+        return self._child.last_heard
 
     @property
     def stats(self) -> EngineStats | None:
@@ -159,7 +152,7 @@ class EngineClient:
         self._generations.update(dict.fromkeys((output.request_id for output in outputs), generation))
         number = next(self._numbers)
         self._offered[number] = generation
-        self._send(Add(number, requests))
+        self._child.send(Add(number, requests))
         try:
             await generation.accepted()
         except BaseException:
@@ -177,19 +170,18 @@ class EngineClient:
         self._on_lost([self._generations.pop(request_id).output_of(request_id) for request_id in known])
         for request_id in known:
             self._processor.remove(request_id)
-        if self._socket is not None:
-            self._send(Abort(known))
+        self._child.send(Abort(known))
 
     def watch(self) -> Callable[[], None]:
         """Have reports carry page maps, until the returned function is called."""
         self._num_watchers += 1
-        if self._num_watchers == 1 and self._socket is not None:
-            self._send(Watch(True))
+        if self._num_watchers == 1:
+            self._child.send(Watch(True))
 
         def end() -> None:
             self._num_watchers -= 1
-            if self._num_watchers == 0 and self._socket is not None:
-                self._send(Watch(False))
+            if self._num_watchers == 0:
+                self._child.send(Watch(False))
 
         return end
 
@@ -199,100 +191,47 @@ class EngineClient:
         A process that fails before any has been ready is not tried again: the reason will not go away.
         """
         delay = MIN_RESTART_DELAY
-        while True:
+        while not self._closing.is_set():
             start = time.monotonic()
-            try:
-                await self._run_process()
-            except OSError as error:
-                self.failure = EngineDead(f"the engine process cannot be started: {error}")
-            if self.state is EngineState.CLOSED:
+            await self._run_child()
+            if self._closing.is_set():
                 return
             was_ready, self.ready = self.ready is not None, None
             has_ever_been_ready = was_ready or self.num_restarts > 0
             logger.error("the engine process has ended: %s", self.failure)
-            if not (self._restart and has_ever_been_ready):
-                self.state = EngineState.DEAD
-                self._fail_everything()
-                return
-            self.state = EngineState.LOADING
+            may_restart = self._restart and has_ever_been_ready
+            self.state = EngineState.LOADING if may_restart else EngineState.DEAD
             self._fail_everything()
+            if not may_restart:
+                return
             self.num_restarts += 1
             if time.monotonic() - start > HEALTHY_SECONDS:
                 delay = MIN_RESTART_DELAY
             logger.warning("starting a new engine process in %.1f s", delay)
-            await asyncio.sleep(delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), delay)
             delay = min(2 * delay, MAX_RESTART_DELAY)
 
     async def close(self) -> None:
         """End the engine process; unfinished requests fail."""
         self.state = EngineState.CLOSED
         self._fail_everything()
-        process = self._process
-        if process is None:
-            return
-        if self._socket is not None:
-            self._send(Quit())
-        try:
-            async with asyncio.timeout(QUIT_SECONDS if self.ready is not None else 0.0):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        self._closing.set()
+        await self._child.end(QUIT_SECONDS if self.ready is not None else 0.0)
 
-    async def _run_process(self) -> None:
-        """Start a process and follow it to its end; `failure` then says why."""
+    def _new_child(self) -> EngineChild:
+        return EngineChild(self._command, self._start, self._take)
+
+    async def _run_child(self) -> None:
+        """One process from start to end; `failure` then says why it ended."""
         self.failure = None
         self.report = self.load_progress = None
-        self.last_heard = time.monotonic()
-        directory = Path(tempfile.mkdtemp(prefix="tiny-vllm-"))
-        context = zmq.asyncio.Context()
-        receiver: asyncio.Task[None] | None = None
+        self._child = self._new_child()
         try:
-            address = f"ipc://{directory}/engine"
-            self._socket = context.socket(zmq.DEALER)
-            self._socket.set_hwm(0)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.bind(address)
-            start = msgspec.json.encode(Start(self._config, self._log_level)).decode()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, address, start, stdin=asyncio.subprocess.DEVNULL
-            )
-            receiver = asyncio.create_task(self._receive(self._socket))
-            code = await self._process.wait()
-            await self._hear_last_words(receiver)
-            if self.failure is None:
-                self.failure = EngineDead(f"its process ended {_describe_exit(code)}")
-        finally:
-            if receiver is not None:
-                receiver.cancel()
-                await asyncio.gather(receiver, return_exceptions=True)
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
-            self._process = None
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
-            context.term()
-            shutil.rmtree(directory, ignore_errors=True)
-
-    async def _hear_last_words(self, receiver: asyncio.Task[None]) -> None:
-        """Messages sent before a process ended may arrive after its end."""
-        heard = -1.0
-        while heard != self.last_heard and not receiver.done():
-            heard = self.last_heard
-            await asyncio.sleep(LAST_WORDS_SECONDS / 5)
-
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            data = await socket.recv()
-            self.last_heard = time.monotonic()
-            try:
-                self._take(self._decode(data))
-            except Exception:
-                # One message must not end the hearing of all others.
-                logger.exception("a message of the engine cannot be handled")
+            ending = await self._child.run()
+        except (OSError, zmq.ZMQError) as error:
+            ending = EngineDead(f"the engine process cannot be started: {error}")
+        self.failure = self.failure or ending
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -300,7 +239,7 @@ class EngineClient:
                 now = time.monotonic()
                 progress = self._processor.process(events, now)
                 if progress.stops:
-                    self._send(Stop(progress.stops))
+                    self._child.send(Stop(progress.stops))
                 for update in progress.updates:
                     self._deliver(update)
                 self._observe(progress.updates, now)
@@ -319,7 +258,7 @@ class EngineClient:
                 self.state = EngineState.READY
                 self._on_ready(message)
                 if self._num_watchers:
-                    self._send(Watch(True))
+                    self._child.send(Watch(True))
             case Failed(fault):
                 self.failure = fault.exception()
 
@@ -345,15 +284,6 @@ class EngineClient:
         self._processor = OutputProcessor(self._tokenizer)
         for generation in generations.values():
             generation.fail(error)
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        # Without a high-water mark this never waits, so there is nothing to await.
-        self._socket.send(encode(message))
-
-
-def _describe_exit(code: int) -> str:
-    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 
 def _first_line(error: Any) -> str:

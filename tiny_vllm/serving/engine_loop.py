@@ -9,7 +9,6 @@ from typing import Protocol
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.errors import TinyVLLMError
 from tiny_vllm.serving.messages import (
-    PAGE_LETTERS,
     Abort,
     Accepted,
     Add,
@@ -29,7 +28,7 @@ REPORT_SECONDS = 0.1
 IDLE_REPORT_SECONDS = 1.0
 MAX_REPORT_SECONDS = 2.0
 REPORT_SHARE = 0.005
-"""Most of the engine's time that reports may take: a large pool is slow to count, so it is counted less."""
+"""Most of the engine's time that reports may take: a large pool's map is sent less often."""
 
 
 class DrivenEngine(Protocol):
@@ -43,7 +42,7 @@ class DrivenEngine(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> EngineStats: ...
     def slots(self) -> list[SequenceStatus]: ...
-    def page_map(self) -> list[str]: ...
+    def page_map(self) -> str: ...
 
 
 class Channel(Protocol):
@@ -124,7 +123,7 @@ class EngineLoop:
         start = time.thread_time()
         report = Report(self._engine.stats(), self._step_seconds)
         if self._is_watched:
-            report.page_map = "".join([PAGE_LETTERS[state] for state in self._engine.page_map()])
+            report.page_map = self._engine.page_map()
             report.slots = self._engine.slots()
         self._channel.send(report)
         pause = (time.thread_time() - start) / REPORT_SHARE

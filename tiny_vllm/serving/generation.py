@@ -50,10 +50,6 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def is_finished(self) -> bool:
-        return not self._unfinished
-
     def output_of(self, request_id: str) -> RequestOutput:
         return self.outputs[self._places[request_id]]
 

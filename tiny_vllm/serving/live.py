@@ -7,6 +7,7 @@ page map, which its loop sends within its share for reports (engine_loop.REPORT_
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import statistics
@@ -30,19 +31,23 @@ from tiny_vllm.types import Request
 SNAPSHOT_SECONDS = 0.25
 MAX_VIEWERS = 32
 MAX_SEQUENCES = 512
+MAX_CELLS = 4096
+"""A larger pool is sent as cells of several pages each: nobody sees more, and the text would be megabytes."""
 
 
 def snapshot(service: Service) -> dict[str, Any]:
     """Everything the page shows, now.
 
-    pages: runs of equal pages, as letter (messages.PAGE_LETTERS) and count. sequences: see _sequences.
-    Totals only grow; the page makes rates of them. time: seconds on the monotonic clock.
+    pages: runs of equal cells, as letter (page_pool.PAGE_STATES) and count; a cell is pages_per_cell pages,
+    without the null page, and has the state that most of them have. sequences: see _sequences. Totals only
+    grow; the page makes rates of them. time: seconds on the monotonic clock.
     """
     engine, metrics = service.engine, service.metrics
     stats, progress = engine.stats, engine.load_progress
     times = list(metrics.recent_first_token_seconds)
     options = engine.ready.options if engine.ready is not None else {}
     page_map = None if engine.report is None else engine.report.page_map
+    pages_per_cell, cells = _cells(page_map or "")
     unfinished = engine.unfinished()
     return {
         "time": time.monotonic(),
@@ -57,7 +62,8 @@ def snapshot(service: Service) -> dict[str, Any]:
         },
         "stats": None if stats is None else asdict(stats),
         "page_bytes": _page_bytes(service),
-        "pages": "" if page_map is None else _runs(page_map),
+        "pages": cells,
+        "pages_per_cell": pages_per_cell,
         "sequences": _sequences(unfinished, [] if engine.report is None else engine.report.slots),
         "prompt_tokens": metrics.num_prompt_tokens,
         "generated_tokens": metrics.num_generated_tokens,
@@ -85,8 +91,15 @@ def _sequences(
     return rows[:MAX_SEQUENCES]
 
 
-def _runs(page_map: str) -> str:
-    return "".join([f"{letter}{len(list(group))}" for letter, group in itertools.groupby(page_map)])
+@functools.lru_cache(maxsize=1)
+def _cells(page_map: str) -> tuple[int, str]:
+    """Pages per cell, and the runs of cells. Kept for other viewers of the same map."""
+    pages = page_map[1:]
+    size = max(-(-len(pages) // MAX_CELLS), 1)
+    if size > 1:
+        parts = (pages[start : start + size] for start in range(0, len(pages), size))
+        pages = "".join([max("usfc", key=part.count) for part in parts])
+    return size, "".join([f"{letter}{len(list(group))}" for letter, group in itertools.groupby(pages)])
 
 
 def _page_bytes(service: Service) -> int | None:

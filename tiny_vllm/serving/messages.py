@@ -85,7 +85,7 @@ class Events(msgspec.Struct, tag=True):
 class Report(msgspec.Struct, tag=True):
     """A sign of life, every two seconds or more often, as far as steps are shorter than that.
 
-    page_map: a letter per page (PAGE_LETTERS) while somebody watches; then also the sequences in slots.
+    page_map: a letter per page (page_pool.PAGE_STATES) while somebody watches; then also the sequences in slots.
     step_seconds: time in steps so far, for the share of time that anything else takes.
     """
 
@@ -102,8 +102,6 @@ class Failed(msgspec.Struct, tag=True):
 
 
 FromEngine = Loading | Ready | Accepted | Refused | Events | Report | Failed
-
-PAGE_LETTERS = {"null": "n", "free": "f", "cached": "c", "used": "u", "shared": "s"}
 
 
 class Fault(msgspec.Struct):

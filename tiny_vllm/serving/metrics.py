@@ -21,7 +21,7 @@ class Metrics:
     """The metrics of one server, in a registry of their own.
 
     model_name: the label of every metric. stats: the engine's last numbers, None while there are none.
-    num_prompt_tokens, num_generated_tokens: of prompts that have their first token, and in all.
+    num_prompt_tokens, num_generated_tokens: of prompts that have their first token or need none, and in all.
     recent_first_token_seconds: times to the first token of the last requests.
     """
 
@@ -88,9 +88,11 @@ class Metrics:
         num_tokens = 0
         for update in updates:
             output = update.output
-            if output.metrics.first_token_time == now:
+            first_token_time = output.metrics.first_token_time
+            if first_token_time == now:
                 self._first_token.observe(now - output.metrics.arrival_time)
                 self.recent_first_token_seconds.append(now - output.metrics.arrival_time)
+            if first_token_time == now or (first_token_time is None and update.finished):
                 self.num_prompt_tokens += len(output.prompt_token_ids)
             for delta in update.deltas:
                 num_tokens += len(delta.token_ids)

@@ -93,27 +93,24 @@ class Service:
                 hint="the limit is the server option stall_timeout",
             )
 
-    def check_num_choices(self, number: int) -> None:
-        """Raises ApiError for a request with more choices in all than it may have, or than slots and queue
-        could ever hold."""
+    def check_num_choices(self, num_prompts: int, n: int) -> None:
+        """Raises ApiError for n choices of each prompt if those are more in all than a request may have, or
+        than slots and queue could ever hold."""
         options = {} if self.engine.ready is None else self.engine.ready.options
-        limit = max(self.config.max_prompts, options.get("max_n", 1))
-        if number > limit:
-            raise ApiError(
-                400,
-                f"the request asks for {number} choices of all its prompts, but may have {limit}\n"
-                "hint: send fewer prompts at once, or lower n; the limits are max_prompts and max_n",
-                param="n",
-            )
-        max_queue_len = options.get("max_queue_len")
-        if max_queue_len is None or number <= max_queue_len + options["max_num_seqs"]:
-            return
+        number, limit = num_prompts * n, max(self.config.max_prompts, options.get("max_n", 1))
+        problem, names = f"but may have {limit}", "max_prompts and max_n"
+        if number <= limit:
+            max_queue_len = options.get("max_queue_len")
+            if max_queue_len is None or number <= max_queue_len + options["max_num_seqs"]:
+                return
+            problem = f"but slots and queue hold {max_queue_len + options['max_num_seqs']}"
+            names = "max_num_seqs and max_queue_len"
+        what, advice = ("choices of all its prompts", ", or lower n") if n > 1 else ("answers", "")
         raise ApiError(
             400,
-            f"the request asks for {number} choices, but slots and queue hold "
-            f"{max_queue_len + options['max_num_seqs']}\n"
-            "hint: send fewer prompts at once, or lower n; the limits are max_num_seqs and max_queue_len",
-            param="n",
+            f"the request asks for {number} {what}, {problem}\n"
+            f"hint: send fewer prompts at once{advice}; the limits are {names}",
+            param="n" if n > 1 else None,
         )
 
     def check_model(self, name: str | None) -> None:
