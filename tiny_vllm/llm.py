@@ -126,6 +126,7 @@ class LLM:
         dimensions: int | None = None,
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
+        parse_special_tokens: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, from its hidden states after the final norm; see EmbeddingParams.
@@ -137,7 +138,9 @@ class LLM:
         params.check(self.spec.hidden_size)
 
         def build(prompt: Any, sampling: SamplingParams, **options: Any) -> PreparedRequest:
-            return self._builder.build_embedding(_plain_prompt(prompt), pooling, **options)
+            return self._builder.build_embedding(
+                _plain_prompt(prompt), pooling, parse_special_tokens=parse_special_tokens, **options
+            )
 
         items = _as_prompts(prompts)
         outputs = self._run(items, build, None, SamplingParams(), priority, cache_salt, use_tqdm)

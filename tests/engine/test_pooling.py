@@ -222,6 +222,13 @@ def test_text_is_embedded_as_its_tokens(llm: LLM) -> None:
     assert sum(value * value for value in by_text.outputs.embedding) == pytest.approx(1, abs=1e-6)
 
 
+def test_control_tokens_written_out_count_unless_told_otherwise(llm: LLM) -> None:
+    lengths = [
+        len(llm.embed("a</s>", parse_special_tokens=parse)[0].prompt_token_ids) for parse in (True, False)
+    ]
+    assert lengths[0] == 2 < lengths[1]
+
+
 def test_the_first_dimensions_are_cut_and_normalised_anew(llm: LLM) -> None:
     prompt = random_prompts(3, (12,))
     (raw,) = llm.embed(prompt, normalize=False)

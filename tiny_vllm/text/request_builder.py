@@ -202,7 +202,7 @@ class RequestBuilder:
         if number == -1 and limit != -1:
             raise RequestError(
                 f"{name} is -1, the whole vocabulary, but at most {limit} are allowed",
-                hint="start the engine with max_logprobs=-1",
+                hint="the limit is the engine option max_logprobs",
             )
         if limit == -1 or limit > self._vocab_size:
             limit = self._vocab_size
