@@ -237,21 +237,20 @@ DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
 }
 
 // scores = 64 queries times BLOCK_N keys, HEAD_DIM terms.
-DEV void begin_scores(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
-  const Operand left(queries, 0), right(keys, 0);
+DEV void begin_scores(float (&scores)[BLOCK_N / 2], Operand queries, Operand keys) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i)
-    multiply_shared<BLOCK_N>(scores, left.behind(i / 4 * ROWS * 128 + i % 4 * 32),
-                             right.behind(i / 4 * BLOCK_N * 128 + i % 4 * 32), i > 0);
+    multiply_shared<BLOCK_N>(scores, queries.behind(i / 4 * ROWS * 128 + i % 4 * 32),
+                             keys.behind(i / 4 * BLOCK_N * 128 + i % 4 * 32), i > 0);
   products_commit();
 }
 
 // output += weights times values, BLOCK_N terms.
-DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4], u32 values) {
-  const Operand right(values, BLOCK_N * 128);
+DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4],
+                      Operand values) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i)
-    multiply_registers<HEAD_DIM>(output, weights[i], right.behind(i * 16 * 128));
+    multiply_registers<HEAD_DIM>(output, weights[i], values.behind(i * 16 * 128));
   products_commit();
 }
 
@@ -308,7 +307,9 @@ struct Consumer {
   DEV void release(u32 empty) {
     if (lane == 0) arrive(empty);
   }
-  DEV u32 queries() const { return shared.queries(q.stage) + warpgroup * 64 * 128; }
+  DEV Operand queries() const { return {shared.queries(q.stage) + warpgroup * 64 * 128, 0}; }
+  DEV Operand keys() const { return {shared.keys(k.stage), 0}; }
+  DEV Operand values() const { return {shared.values(v.stage), BLOCK_N * 128}; }
   DEV void take_turn() {
     if (PINGPONG && WARPGROUPS > 1) named_sync(TURNS + warpgroup, 256);
   }
@@ -323,11 +324,11 @@ struct Consumer {
     take_turn();
     hold(scores), hold(output), hold(weights);
     products_begin();
-    begin_scores(scores, queries(), shared.keys(k.stage));
+    begin_scores(scores, queries(), keys());
     wait(shared.v_full(v.stage), v.parity);
     hold(output), hold(weights);
     products_begin();
-    begin_output(output, weights, shared.values(v.stage));
+    begin_output(output, weights, values());
     pass_turn();
     products_wait<1>();
     hold(scores);
@@ -367,7 +368,7 @@ struct Consumer {
     wait(shared.k_full(k.stage), k.parity);
     hold(scores);
     products_begin();
-    begin_scores(scores, queries(), shared.keys(k.stage));
+    begin_scores(scores, queries(), keys());
     products_wait<0>();
     hold(scores);
     release(shared.k_empty(k.stage));
@@ -391,7 +392,7 @@ struct Consumer {
     if (left < BLOCK_N) clear_values(shared.values(v.stage), left, thread, warpgroup);
     hold(output), hold(weights);
     products_begin();
-    begin_output(output, weights, shared.values(v.stage));
+    begin_output(output, weights, values());
     products_wait<0>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));

@@ -128,9 +128,10 @@ DEV void hold(u32 (&values)[ROWS][COLUMNS]) {
 // SWIZZLE_128B do: groups of 8 rows lie 1024 bytes apart. across: bytes to the next 64 columns, where columns
 // are the product's own dimension (values); anything where they are summed over (queries and keys).
 // behind: the operand that begins so many bytes further.
+// The maximum over the lanes, all of which have the same, tells the compiler so: its sums are uniform, too.
 struct Operand {
   u32 low;
-  DEV Operand(u32 address, u32 across) : low(broadcast(across >> 4 << 16 | address >> 4, 0)) {}
+  DEV Operand(u32 address, u32 across) : low(__reduce_max_sync(~0u, across >> 4 << 16 | address >> 4)) {}
   DEV u64 behind(u32 bytes) const { return (u64)(1 << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4)); }
 };
 
