@@ -5,32 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.helpers.tiny_models import BOS, BOS_ID
-from tests.scenarios.conftest import Served
+from tests.scenarios.conftest import Served, sent
 from tests.serving.support import wait_until
 from tiny_vllm import LLM, RequestError, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 LONG_PROMPT = [30 + number % 40 for number in range(1200)]
 """The server computes eight tokens of it in a step."""
-
-
-@contextmanager
-def sent(server: Served, body: Any) -> Iterator[socket.socket]:
-    """A completion on a raw socket, which is closed at the end without a good-bye."""
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        yield connection
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.engines import FakeEngine
-from tests.scenarios.conftest import Served, Tiny
+from tests.helpers.oracle import greedy_tokens
+from tests.scenarios.conftest import Served, Tiny, sent
 from tiny_vllm import LLM, SamplingParams
 
 
@@ -218,3 +219,45 @@ def test_s40_random_load_of_a_random_page_size_equals_solo_runs(tiny: Tiny, seed
     for number, output in finished.items():
         prompt, count, n, _ = work[number]
         assert [choice.token_ids for choice in output.outputs] == [tiny.greedy(prompt, count)] * n
+
+
+def test_s40_random_calls_over_http_equal_solo_runs(server: Served) -> None:
+    """Streamed and whole, choices, priorities, stop tokens, bad requests and clients that leave."""
+    rng = random.Random(7)
+    prefixes = [random_prompt(rng, 40) for _ in range(3)]
+
+    def one(number: int) -> None:
+        own = random.Random(number)
+        prompt = own.choice(prefixes)[: own.randrange(41)] + random_prompt(own, own.randrange(1, 6))
+        count, n, stream = own.randrange(1, 10), own.choice([1, 1, 3]), own.random() < 0.5
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": count,
+            "n": n,
+            "temperature": 0,
+            "ignore_eos": True,
+            "priority": own.randrange(3),
+            "stop_token_ids": own.sample(range(384), own.choice([0, 30])),
+            "stream": stream,
+            "return_token_ids": True,
+        }
+        match own.randrange(8):
+            case 0:
+                assert server.complete([*prompt, 384], stream=stream).status == 400
+            case 1:
+                with sent(server, {**body, "max_tokens": 300}):
+                    time.sleep(own.random() * 0.05)
+            case _:
+                answer = server.post("/v1/completions", body)
+                assert answer.status == 200, answer.data
+                token_ids: list[list[int]] = [[] for _ in range(n)]
+                for part in answer.events() if stream else [answer.json()]:
+                    for choice in part["choices"]:
+                        token_ids[choice["index"]] += choice["token_ids"]
+                expected = greedy_tokens(server.tiny.model, prompt, count, body["stop_token_ids"])
+                assert token_ids == [expected] * n
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(one, number) for number in range(80)]:
+            future.result()
+    server.assert_alive_and_right()
