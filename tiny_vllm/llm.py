@@ -26,6 +26,7 @@ from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine.build import build_engine, plan_engine
 from tiny_vllm.engine.embedding import EmbeddingParams
 from tiny_vllm.engine.engine import Engine, EngineStats
+from tiny_vllm.engine.page_pool import PAGE_STATES
 from tiny_vllm.errors import EngineDead, ModelError, RequestError
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, RequestUpdate
@@ -189,7 +190,7 @@ class LLM:
         """State of every page by number: "null", "free", "cached", "used" or "shared"."""
         engine = self._live_engine()
         self._abort_abandoned()
-        return engine.page_map()
+        return [PAGE_STATES[letter] for letter in engine.page_map()]
 
     def close(self) -> None:
         """Drop the model and the page pool. Running requests are lost; calling it again does nothing."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.serving.support import STUB_COMMAND, RunningServer, running_server, wait_until
+from tiny_vllm.serving import live
 
 SLOW_COMMAND = ("env", "STUB_STEP_SECONDS=0.01", *STUB_COMMAND)
 
@@ -39,18 +40,28 @@ def watching(server: RunningServer, **headers: str) -> Iterator[Iterator[dict[st
 def test_snapshots_show_pages_and_sequences_come_and_go(server: RunningServer) -> None:
     with watching(server) as snapshots, ThreadPoolExecutor(1) as pool:
         idle = next(s for s in snapshots if s["pages"])
-        assert (idle["state"], idle["pages"], idle["sequences"]) == ("ready", "n1f50", [])
+        assert (idle["state"], idle["pages"], idle["sequences"]) == ("ready", "f50", [])
         assert idle["options"]["max_num_seqs"] == 2 and idle["page_bytes"] > 0
         running = pool.submit(server.complete, [28, 29, 30] * 6, n=3, max_tokens=100)
         busy = next(s for s in snapshots if s["stats"]["num_running"] == 2 and "u" in s["pages"])
-        assert re.fullmatch(r"n1u\d+f\d+", busy["pages"])
+        assert re.fullmatch(r"u\d+f\d+", busy["pages"])
         states = [row[1] for row in busy["sequences"]]
         assert sorted(states) in (["decode", "decode", "waiting"], ["prefill", "prefill", "waiting"])
         assert all(row[2] == 18 and row[5] == 100 for row in busy["sequences"])
         assert running.result().status == 200
-        done = next(s for s in snapshots if not s["sequences"] and s["pages"] == "n1f50")
+        done = next(s for s in snapshots if not s["sequences"] and s["pages"] == "f50")
         assert done["generated_tokens"] - idle["generated_tokens"] == 300
         assert done["first_token_seconds"] > 0
+
+
+def test_a_large_pool_is_shown_in_cells_of_several_pages() -> None:
+    pages = "u" * 100_000 + "s" * 60_000 + "fffc" * 20_000
+    size, cells = live._cells("n" + pages)
+    assert size == 59
+    runs = re.findall(r"([a-z])(\d+)", cells)
+    assert [letter for letter, _ in runs] == ["u", "s", "f"]
+    assert sum(int(count) for _, count in runs) == -(-len(pages) // size) <= live.MAX_CELLS
+    assert live._cells("nfuc") == (1, "f1u1c1") and live._cells("") == (1, "")
 
 
 def test_nothing_is_watched_once_the_viewer_is_gone(server: RunningServer) -> None:

@@ -87,6 +87,7 @@ class Engine:
 
     config: resolved. eos_token_ids: the model's end-of-sequence tokens.
     clock: seconds, monotonic; arrival times of requests are on the same clock.
+    window: see Scheduler.
     num_steps_ahead: steps that are submitted before an earlier one's tokens are read.
     """
 
@@ -97,6 +98,7 @@ class Engine:
         *,
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float] = time.monotonic,
+        window: int | None = None,
     ) -> None:
         assert config.max_num_seqs and config.num_pages and config.max_num_batched_tokens
         assert config.max_model_len is not None
@@ -109,6 +111,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_policy=config.prefill_policy,
             max_prefill_tokens_per_decode=config.max_prefill_tokens_per_decode,
+            window=window,
         )
         self._max_model_len = config.max_model_len
         self.num_steps_ahead = 1 if config.async_scheduling else 0
@@ -259,8 +262,8 @@ class Engine:
         ]
         return sorted(statuses, key=lambda status: status.slot)
 
-    def page_map(self) -> list[str]:
-        """The state of every page by number; page 0 is the null page."""
+    def page_map(self) -> str:
+        """The state of every page by number, as a letter of PAGE_STATES; page 0 is the null page."""
         return self.scheduler.pool.states()
 
     def _check_alive(self) -> None:

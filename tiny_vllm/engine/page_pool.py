@@ -18,6 +18,10 @@ from dataclasses import dataclass
 
 NULL_PAGE = 0
 
+NULL, FREE, CACHED, USED, SHARED = b"nfcus"
+PAGE_STATES = {"n": "null", "f": "free", "c": "cached", "u": "used", "s": "shared"}
+"""What the letters of `PagePool.states` stand for."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
@@ -31,7 +35,7 @@ class PoolUsage:
 
 
 class PagePool:
-    """Pages 1 to num_pages. All methods are O(1) per page."""
+    """Pages 1 to num_pages. All methods are O(1) per page they are given."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -39,6 +43,8 @@ class PagePool:
         self._free = list(range(num_pages, NULL_PAGE, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._reference_counts = [0] * (num_pages + 1)
+        self._states = bytearray([NULL, *[FREE] * num_pages])
+        self._num_shared = 0
         self._hash_of_page: dict[int, bytes] = {}
         self._page_of_hash: dict[bytes, int] = {}
 
@@ -58,14 +64,19 @@ class PagePool:
                 page, _ = self._cached.popitem(last=False)
                 del self._page_of_hash[self._hash_of_page.pop(page)]
             self._reference_counts[page] = 1
+            self._states[page] = USED
             pages.append(page)
         return pages
 
     def share(self, page: int) -> None:
         """Hold a page that `find` returned once more."""
-        if self._reference_counts[page] == 0:
+        count = self._reference_counts[page]
+        if count == 0:
             del self._cached[page]
-        self._reference_counts[page] += 1
+        elif count == 1:
+            self._num_shared += 1
+        self._reference_counts[page] = count + 1
+        self._states[page] = SHARED if count else USED
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up one hold on each page of a sequence.
@@ -73,13 +84,18 @@ class PagePool:
         The last page goes first, so that of one prefix the tail is forgotten before the head.
         """
         for page in reversed(pages):
-            self._reference_counts[page] -= 1
-            assert self._reference_counts[page] >= 0, f"page {page} released more often than held"
-            if self._reference_counts[page] == 0:
-                if page in self._hash_of_page:
-                    self._cached[page] = None
-                else:
-                    self._free.append(page)
+            count = self._reference_counts[page] - 1
+            assert count >= 0, f"page {page} released more often than held"
+            self._reference_counts[page] = count
+            if count == 1:
+                self._num_shared -= 1
+                self._states[page] = USED
+            elif count == 0 and page in self._hash_of_page:
+                self._cached[page] = None
+                self._states[page] = CACHED
+            elif count == 0:
+                self._free.append(page)
+                self._states[page] = FREE
 
     def publish(self, page: int, content_hash: bytes) -> None:
         """Make a fully written page findable. Of two pages with equal content the first stays findable."""
@@ -100,23 +116,17 @@ class PagePool:
         for page in self._cached:
             del self._page_of_hash[self._hash_of_page.pop(page)]
             self._free.append(page)
+            self._states[page] = FREE
         self._cached.clear()
 
     def usage(self) -> PoolUsage:
-        """Count the pages in each state, in O(num_pages)."""
+        """The pages in each state, in O(1)."""
         used = self.num_pages - self.num_available
-        shared = sum(count > 1 for count in self._reference_counts)
-        return PoolUsage(self.num_pages, len(self._free), len(self._cached), used, shared)
+        return PoolUsage(self.num_pages, len(self._free), len(self._cached), used, self._num_shared)
 
-    def states(self) -> list[str]:
-        """The state of every page by number: "null", "free", "cached", "used" or "shared"."""
-        states = ["used" if count == 1 else "shared" for count in self._reference_counts]
-        states[NULL_PAGE] = "null"
-        for page in self._free:
-            states[page] = "free"
-        for page in self._cached:
-            states[page] = "cached"
-        return states
+    def states(self) -> str:
+        """A letter per page by number, see PAGE_STATES; a copy of a byte per page."""
+        return self._states.decode("ascii")
 
     def check(self, page_tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariant: every page in one state, reference counts equal to the page tables given."""
@@ -129,6 +139,9 @@ class PagePool:
         assert len(free) + len(cached) + len(used) == self.num_pages, "a page was lost"
         for page in range(1, self.num_pages + 1):
             assert self._reference_counts[page] == held[page], f"page {page}: count differs from page tables"
+            state = (FREE if page in free else CACHED) if not held[page] else USED
+            assert self._states[page] == (SHARED if held[page] > 1 else state), f"page {page}: wrong state"
+        assert self._num_shared == sum(count > 1 for count in held.values()), "shared pages miscounted"
         assert {page: key for key, page in self._page_of_hash.items()} == self._hash_of_page
         assert cached <= set(self._hash_of_page), "a cached page has no hash"
         assert not free & set(self._hash_of_page), "a free page has a hash"

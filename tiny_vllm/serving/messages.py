@@ -85,7 +85,8 @@ class Events(msgspec.Struct, tag=True):
 class Report(msgspec.Struct, tag=True):
     """A sign of life, every two seconds or more often, as far as steps are shorter than that.
 
-    page_map: a letter per page (page_pool.PAGE_STATES) while somebody watches; then also the sequences in slots.
+    page_map: a letter per page (page_pool.PAGE_STATES) while somebody watches; then also the sequences in
+    slots.
     step_seconds: time in steps so far, for the share of time that anything else takes.
     """
 
