@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.serving.support import RunningServer, running_server
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
-from tiny_vllm.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tiny_vllm.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ PROMPTS = st.one_of(
 BODIES = {
     "/v1/completions": (CompletionBody, {"prompt": PROMPTS}),
     "/v1/chat/completions": (ChatBody, {"messages": MESSAGES | VALUES}),
+    "/v1/embeddings": (EmbeddingBody, {"input": PROMPTS}),
     "/tokenize": (TokenizeBody, {}),
     "/detokenize": (DetokenizeBody, {"tokens": st.lists(st.integers(0, 49151), max_size=9) | VALUES}),
 }

@@ -10,24 +10,41 @@ from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.schemas import AnyBody, parse_body
 
+LONG_BODY = 256 << 10
+"""Bytes from which on parsing may take long: a megabyte of empty lists takes some tenths of a second."""
+PAUSE_SECONDS = 0.02
 MAX_DISCARDED_BYTES = 64 << 20
 """Read beyond the limit before hanging up: a client that is still sending would not see the answer."""
 
 
-async def read_body(http: Request, body_class: type[AnyBody], config: ServerConfig) -> AnyBody:
-    """Raises ApiError: 408, 413, 415 or 400."""
-    _check_headers(http)
-    try:
-        async with asyncio.timeout(config.receive_timeout):
-            data = await _read(http, config.max_body_bytes)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"the body did not arrive within {config.receive_timeout:g} seconds\n"
-            "hint: the limit is the server option receive_timeout",
-            headers={"connection": "close"},
-        ) from None
-    return parse_body(body_class, data)
+class BodyReader:
+    """Reads the bodies of one server's requests, and lets long ones hold up others as little as may be."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._parsing = asyncio.Lock()
+
+    async def read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
+        """Raises ApiError: 408, 413, 415 or 400."""
+        _check_headers(http)
+        timeout = self._config.receive_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                data = await _read(http, self._config.max_body_bytes)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {timeout:g} seconds\n"
+                "hint: the limit is the server option receive_timeout",
+                headers={"connection": "close"},
+            ) from None
+        if len(data) < LONG_BODY:
+            return parse_body(body_class, data)
+        # Parsing does not let go of the interpreter, so a thread would not help. One at a time, with time for
+        # everybody else's few turns in between.
+        async with self._parsing:
+            await asyncio.sleep(PAUSE_SECONDS)
+            return parse_body(body_class, data)
 
 
 def _check_headers(http: Request) -> None:

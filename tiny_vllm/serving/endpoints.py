@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiny_vllm.serving.body import read_body
+from tiny_vllm.serving.body import BodyReader
 from tiny_vllm.serving.chat_format import ChatFormat
 from tiny_vllm.serving.completion_format import CompletionFormat
 from tiny_vllm.serving.embedding_format import EmbeddingFormat, embedding_params
@@ -21,7 +21,7 @@ from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.formats import Format, Heading, StreamFormat
 from tiny_vllm.serving.generation_response import GenerationResponse
 from tiny_vllm.serving.json_response import json_response
-from tiny_vllm.serving.openai_requests import Call, amount_of_text, tenant_salt
+from tiny_vllm.serving.openai_requests import Call, is_long, tenant_salt
 from tiny_vllm.serving.routes import SSE, Routes
 from tiny_vllm.serving.schemas import (
     AnyBody,
@@ -36,13 +36,12 @@ from tiny_vllm.serving.service import Service
 from tiny_vllm.text.request_builder import PreparedRequest
 
 NUM_WORKERS = 2
-LONG_TEXT = 20_000
-"""Characters above which a prompt is tokenised in another thread, so that others do not wait."""
 
 
 class Endpoints:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._bodies = BodyReader(service.config)
         # Few, because each may need a hundred times the memory of its text.
         self._workers = ThreadPoolExecutor(NUM_WORKERS)
         self._run_id = secrets.token_hex(3)
@@ -62,7 +61,7 @@ class Endpoints:
         body = await self._read(http, CompletionBody)
         call = self._call(http, body, "cmpl")
         make = partial(self._service.maker.completion, body, call)
-        prepared = await self._prepare(make, amount_of_text(body.prompt))
+        prepared = await self._prepare(make, is_long(body.prompt))
         form = CompletionFormat(body, self._heading(call), self._service.model.tokenizer)
         return self._answer(http, prepared, form, stream=form if body.stream else None)
 
@@ -70,7 +69,7 @@ class Endpoints:
         body = await self._read(http, ChatBody)
         call = self._call(http, body, "chatcmpl")
         make = partial(self._service.maker.chat, body, call)
-        prepared = await self._prepare(make, amount_of_text(body.messages))
+        prepared = await self._prepare(make, is_long(body.messages))
         form = ChatFormat(body, self._heading(call), self._service.model.tokenizer)
         return self._answer(http, prepared, form, stream=form if body.stream else None)
 
@@ -80,14 +79,14 @@ class Endpoints:
         params.check(self._service.model.hidden_size)
         call = self._call(http, body, "embd")
         make = partial(self._service.maker.embeddings, body, params.pooling, call)
-        prepared = await self._prepare(make, amount_of_text(body.input))
+        prepared = await self._prepare(make, is_long(body.input))
         form = EmbeddingFormat(params, body.encoding_format == "base64", self._service.model.name)
         return self._answer(http, prepared, form)
 
     async def tokenize(self, http: Request) -> Response:
         body = await self._read(http, TokenizeBody)
-        amount = amount_of_text(body.prompt) + amount_of_text(body.messages)
-        token_ids = await self._prepare(partial(self._service.maker.tokens, body), amount)
+        make = partial(self._service.maker.tokens, body)
+        token_ids = await self._prepare(make, is_long(body.prompt, body.messages))
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self._service.max_model_len,
@@ -101,18 +100,18 @@ class Endpoints:
 
     async def detokenize(self, http: Request) -> Response:
         body = await self._read(http, DetokenizeBody)
-        text = await self._prepare(partial(self._service.maker.text, body), len(body.tokens))
+        text = await self._prepare(partial(self._service.maker.text, body), is_long(body.tokens))
         return json_response({"prompt": text})
 
     async def _read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
         """The body of a call. Raises ApiError also if it is for another model."""
-        body = await read_body(http, body_class, self._service.config)
+        body = await self._bodies.read(http, body_class)
         self._service.check_model(body.model)
         return body
 
-    async def _prepare(self, work: partial[Any], amount: int) -> Any:
-        """Run work on a prompt: here if it is short, else where it holds nobody up."""
-        if amount <= LONG_TEXT:
+    async def _prepare(self, work: partial[Any], in_thread: bool) -> Any:
+        """Run work on prompts: here if they are short, else where it holds nobody up."""
+        if not in_thread:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 

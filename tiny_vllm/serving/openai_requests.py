@@ -23,6 +23,8 @@ from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, SamplingParams
 
+LONG_TEXT = 20_000
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -212,14 +214,16 @@ def tenant_salt(api_key: str) -> str:
     return hashlib.sha256(b"tenant" + api_key.encode()).hexdigest()
 
 
-def amount_of_text(prompt: Any) -> int:
-    """Characters and token ids in a prompt or conversation, roughly: how long tokenising will take."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, list):
-        return len(prompt) + sum(
-            amount_of_text(item) for item in prompt if isinstance(item, str | list | dict)
-        )
-    if isinstance(prompt, dict):
-        return sum(amount_of_text(value) for value in prompt.values() if isinstance(value, str | list | dict))
-    return 0
+def is_long(*prompts: Any) -> bool:
+    """Whether prompts or conversations have so many characters and ids that tokenising them takes long."""
+    amount, waiting = 0, list(prompts)
+    while waiting:
+        item = waiting.pop()
+        if not isinstance(item, str | list | dict):
+            continue
+        amount += len(item)
+        if amount > LONG_TEXT:
+            return True
+        if not isinstance(item, str):
+            waiting.extend(item.values() if isinstance(item, dict) else item)
+    return False
