@@ -191,7 +191,7 @@ def test_s40_random_load_of_a_random_page_size_equals_solo_runs(tiny: Tiny, seed
     page_size = rng.choice([1, 2, 4, 8, 16])
     prefixes = [random_prompt(rng, 40) for _ in range(3)]
     work = []
-    for _ in range(60):
+    for _ in range(40):
         prompt = rng.choice(prefixes)[: rng.randrange(41)] + random_prompt(rng, rng.randrange(1, 6))
         work.append((prompt, rng.randrange(1, 14), rng.choice([1, 1, 1, 3]), rng.randrange(3)))
     with LLM(str(tiny.directory), page_size=page_size, num_pages=160 // page_size, max_num_seqs=5) as llm:
@@ -215,7 +215,7 @@ def test_s40_random_load_of_a_random_page_size_equals_solo_runs(tiny: Tiny, seed
         assert llm.stats().num_preemptions > 0 and llm.stats().prefix_hit_tokens > 0
         llm.generate([[5]], greedy(1), use_tqdm=False)  # what was closed last is aborted before a step
         assert_pool_is_whole(llm)
-    assert len(finished) > 30
+    assert len(finished) > 20
     for number, output in finished.items():
         prompt, count, n, _ = work[number]
         assert [choice.token_ids for choice in output.outputs] == [tiny.greedy(prompt, count)] * n
