@@ -40,7 +40,7 @@ from tests.helpers.kernel_compiler import compiling, meta
 from tiny_vllm.kernels import prefill_attention
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch as hopper
-from tiny_vllm.kernels.hopper_prefill.launch import VARIANTS, Shape, Variant
+from tiny_vllm.kernels.hopper_prefill.launch import SMALL_VARIANTS, VARIANTS, Shape, Variant
 
 DEVICE = "cuda"
 HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 16
@@ -60,7 +60,9 @@ WORKLOADS = {
     "prefix hits: 16 x 128 of 2048": [(128, 2048)] * 16,
 }
 SWEPT = ("1x2048", "16x512", "1x512", "1x8192")
-HOPPER_VARIANTS = {
+# None: what the engine takes
+Variants = dict[int, list[Variant | None]]
+HOPPER_VARIANTS: Variants = {
     64: [
         *(Variant(128, 3, 4), Variant(128, 3, 4, False), Variant(128, 2, 4), Variant(128, 2, 4, False)),
         *(Variant(128, 3, 2), Variant(64, 3, 4), Variant(64, 2, 4)),
@@ -215,8 +217,9 @@ def launch_triton(tile: tuple[int, ...], head_dim: int, arguments: tuple[Any, ..
         return prefill_attention.attend_chunks(*arguments)
 
 
-def compile_hopper(head_dim: int, variant: Variant) -> None:
+def compile_hopper(head_dim: int, variant: Variant | None) -> None:
     """In a worker process: fills the cache of binaries."""
+    assert variant is not None
     compile_cubin(
         hopper.source(), name="prefill", defines=hopper.macros(shape_of(head_dim), variant), arch="sm_90a"
     )
@@ -280,7 +283,7 @@ class Bench:
                 if paged:
                     self._peers[workload, head_dim] = max(paged)
 
-    def run_hopper(self, variants: dict[int, list[Variant]], workloads: tuple[str, ...]) -> None:
+    def run_hopper(self, variants: Variants, workloads: tuple[str, ...]) -> None:
         for head_dim in HEAD_DIMS:
             for variant in variants[head_dim]:
                 for workload in workloads:
@@ -304,12 +307,14 @@ class Bench:
             print(f"    {100 * rate / peer:.1f} % of FA3", flush=True)
 
 
-def describe(variant: Variant) -> str:
+def describe(variant: Variant | None) -> str:
+    if variant is None:
+        return "as chosen"
     turns = "turns" if variant.pingpong else "no turns"
     return f"{variant.block_n} keys, {variant.warpgroups} x 64 rows, {variant.stages} stages, {turns}"
 
 
-def attend_hopper(arguments: tuple[Any, ...], variant: Variant) -> Tensor:
+def attend_hopper(arguments: tuple[Any, ...], variant: Variant | None) -> Tensor:
     output = hopper.attend(*arguments, variant=variant)
     if output is None:
         raise RuntimeError("the kernel does not compile")
@@ -346,7 +351,9 @@ def main() -> int:
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
             # What is timed first is compiled first.
             futures: list[Future[None]] = [
-                pool.submit(compile_hopper, head_dim, VARIANTS[head_dim]) for head_dim in HEAD_DIMS
+                pool.submit(compile_hopper, head_dim, variant)
+                for table in (VARIANTS, SMALL_VARIANTS)
+                for head_dim, variant in table.items()
             ]
             for head_dim in HEAD_DIMS:
                 for workload in ("1x2048", "16x512", "ragged"):
@@ -376,7 +383,7 @@ def main() -> int:
                 for future in futures:
                     future.exception()
                 bench.run_triton({head_dim: [tiles_of_table(head_dim)] for head_dim in HEAD_DIMS}, everything)
-                bench.run_hopper({head_dim: [VARIANTS[head_dim]] for head_dim in HEAD_DIMS}, everything)
+                bench.run_hopper({head_dim: [None] for head_dim in HEAD_DIMS}, everything)
 
             if installing is not None or arguments.site:
                 report.section("FlashAttention-3", run_peer)

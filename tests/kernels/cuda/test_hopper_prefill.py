@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
     Shape,
     Variant,
     attend,
+    choose_variant,
     macros,
     obstacle,
     shared_bytes,
@@ -161,6 +163,28 @@ COMPILED = {
 }
 
 
+def touched_under_way(text: str) -> Iterator[str]:
+    """Instructions that use a register which a product under way may still read or write.
+
+    Waits come before every jump back, so the order of the text is enough.
+    """
+    groups: list[set[int]] = []
+    current: set[int] = set()
+    for instruction in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", text):
+        registers = [int(number) for number in re.findall(r"\bR(\d+)", instruction)]
+        if product := re.search(r"HGMMA\.64x(\d+)x16", instruction):
+            current |= set(range(registers[0], registers[0] + int(product[1]) // 2))
+            if left := re.search(r" R\d+, R(\d+), gdesc", instruction):
+                current |= set(range(int(left[1]), int(left[1]) + 4))
+            if "gsb0" in instruction:
+                groups.append(current)
+                current = set()
+        elif wait := re.search(r"DEPBAR\.LE gsb0, 0x(\d)", instruction):
+            groups = groups[len(groups) - int(wait[1]) :]
+        elif current.union(*groups) & set(registers):
+            yield instruction
+
+
 @pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 @pytest.mark.parametrize("name", COMPILED)
@@ -178,6 +202,7 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     (tmp_path / "cubin").write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    assert not list(touched_under_way(text))
     # Serialised products would each have a wait of their own.
     order = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", text)
     waits = [index for index, word in enumerate(order) if word.startswith("DEPBAR")]
@@ -185,6 +210,15 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
         between = order[first + 1 : second]
         assert between.count("MUFU.EX2") >= variant.block_n // 2 and "HGMMA" not in between
+
+
+def test_few_tokens_get_smaller_tiles() -> None:
+    def rows(head_dim: int, num_tokens: int, num_sequences: int) -> int:
+        return 64 * choose_variant(head_dim, num_tokens, num_sequences, 4, 8, 132).warpgroups
+
+    # 11 and 17 tiles for each of 8 KV heads
+    assert (rows(64, 512, 1), rows(64, 768, 1), rows(64, 512, 16)) == (128, 192, 192)
+    assert rows(128, 512, 1) == rows(128, 8192, 1) == 128
 
 
 @pytest.mark.parametrize("head_dim", VARIANTS)
@@ -229,6 +263,7 @@ def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPat
         raise CompileError("NVRTC is not here")
 
     monkeypatch.setattr(launch, "compile_attention", fail)
+    monkeypatch.setattr(launch, "count_multiprocessors", lambda device: 132)
     q, k_cache, v_cache, tables, _ = make_case("llama_1b", torch.bfloat16, 0.0)
     arguments = q, k_cache, v_cache, *tables, 0.125
     with pytest.warns(RuntimeWarning, match="NVRTC is not here"):

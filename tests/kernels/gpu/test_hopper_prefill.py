@@ -12,7 +12,15 @@ from torch import Tensor
 from tests.kernels.gpu.test_attention import Pages
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch
-from tiny_vllm.kernels.hopper_prefill.launch import VARIANTS, Shape, Variant, attend, is_hopper, obstacle
+from tiny_vllm.kernels.hopper_prefill.launch import (
+    SMALL_VARIANTS,
+    VARIANTS,
+    Shape,
+    Variant,
+    attend,
+    is_hopper,
+    obstacle,
+)
 from tiny_vllm.kernels.prefill_attention import attend_fast
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +66,7 @@ def compiled() -> None:
     if not (torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))):
         pytest.skip("needs a Hopper GPU")
     tasks = [(shape_of(kernel), VARIANTS[KERNELS[kernel][2]]) for kernel in KERNELS]
+    tasks += [(own, SMALL_VARIANTS[64]) for own, _ in tasks if own.head_dim == 64]
     for kernel in ("llama_1b", "llama_8b"):
         tasks += [(shape_of(kernel), variant) for variant in OTHER_VARIANTS[KERNELS[kernel][2]]]
 

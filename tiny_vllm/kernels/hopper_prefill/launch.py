@@ -60,6 +60,11 @@ class Shape:
 
 # By head size. Heads of 64 leave room for three warpgroups, which keep more exponents under way.
 VARIANTS = {64: Variant(warpgroups=3, stages=4), 128: Variant(warpgroups=2, stages=2)}
+# The same with fewer rows.
+SMALL_VARIANTS = {64: Variant(warpgroups=2, stages=4)}
+
+
+Encode = Callable[[BoxedTensor], bytes]
 
 
 class Params(ctypes.Structure):
@@ -80,19 +85,25 @@ class Params(ctypes.Structure):
 def obstacle(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float | None) -> str | None:
     """Why the kernel cannot take these arguments, whatever the device; None if it can."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
-    group = q.shape[1] // num_kv_heads
-    reasons = {
-        f"the type {q.dtype} has no tensor cores of 16 bits": q.dtype not in (torch.bfloat16, torch.float16),
-        f"the cache's type {k_cache.dtype} is not that of the queries": k_cache.dtype != q.dtype,
-        f"the head size {head_dim} is neither 64 nor 128": head_dim not in VARIANTS,
-        f"the page size {page_size} is none of {PAGE_SIZES}": page_size not in PAGE_SIZES,
-        f"{group} query heads per KV head are more than a warpgroup's rows": group > 64,
-        f"scores have a soft cap of {softcap}": softcap is not None,
-        f"the scale {scale} is not positive": not scale > 0,
-        "2^31 rows and more": k_cache[..., 0].numel() >= 2**31,
-        "an address is no multiple of 16": any(t.data_ptr() % 16 for t in (q, k_cache, v_cache)),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the type {q.dtype} has no tensor cores of 16 bits"
+    if not k_cache.dtype == v_cache.dtype == q.dtype:
+        return f"the cache's type {k_cache.dtype} is not that of the queries, {q.dtype}"
+    if head_dim not in VARIANTS:
+        return f"the head size {head_dim} is neither 64 nor 128"
+    if page_size not in PAGE_SIZES:
+        return f"the page size {page_size} is none of {PAGE_SIZES}"
+    if (group := q.shape[1] // num_kv_heads) > 64:
+        return f"{group} query heads per KV head are more than a warpgroup's rows"
+    if softcap is not None:
+        return f"scores have a soft cap of {softcap}"
+    if not scale > 0:
+        return f"the scale {scale} is not positive"
+    if k_cache.numel() // head_dim >= 2**31:
+        return "the cache has 2^31 rows or more"
+    if q.data_ptr() % 16 or k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+        return "an address is no multiple of 16"
+    return None
 
 
 @functools.cache
@@ -101,6 +112,11 @@ def is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def count_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def source() -> str:
@@ -140,6 +156,20 @@ def shared_bytes(head_dim: int, variant: Variant) -> int:
     return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4
 
 
+def count_tiles(num_tokens: int, num_sequences: int, group: int, variant: Variant) -> int:
+    """Per KV head, the spare ones included."""
+    return num_tokens // (variant.warpgroups * 64 // group) + num_sequences
+
+
+def choose_variant(
+    head_dim: int, num_tokens: int, num_sequences: int, group: int, num_kv_heads: int, multiprocessors: int
+) -> Variant:
+    """Tiles of fewer rows where there are too few to go round: the longest takes the time then."""
+    variant = VARIANTS[head_dim]
+    tiles = count_tiles(num_tokens, num_sequences, group, variant) * num_kv_heads
+    return variant if tiles >= multiprocessors else SMALL_VARIANTS.get(head_dim, variant)
+
+
 def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
     """Raises CompileError or DriverError."""
     cubin = compile_cubin(source(), name="prefill", defines=macros(shape, variant), arch=architecture(device))
@@ -163,6 +193,25 @@ def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunct
         return None
 
 
+@functools.lru_cache(maxsize=1024)
+def _query_map(
+    encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], group: int, queries: int
+) -> bytes:
+    """shape: of q."""
+    num_tokens, num_heads, head_dim = shape
+    row = head_dim * dtype.itemsize
+    sizes, steps = (head_dim, num_heads, num_tokens), (row, row * num_heads)
+    return encode(BoxedTensor(address, dtype, sizes, steps, (SPAN, group, queries)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_map(encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """shape: of a cache."""
+    num_pages, num_kv_heads, page_size, head_dim = shape
+    sizes, steps = (head_dim, num_pages * num_kv_heads * page_size), (head_dim * dtype.itemsize,)
+    return encode(BoxedTensor(address, dtype, sizes, steps, (SPAN, page_size)))
+
+
 def make_params(
     output: Tensor,
     q: Tensor,
@@ -175,21 +224,14 @@ def make_params(
     window: int | None,
     sinks: Tensor | None,
     variant: Variant,
-    encode: Callable[[BoxedTensor], bytes] = encode_tensor_map,
+    encode: Encode = encode_tensor_map,
 ) -> Params:
     """The kernel's argument. sinks: FP32. encode: makes a tensor map."""
-    num_tokens, num_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k_cache.shape
-    group = num_heads // num_kv_heads
+    num_tokens, num_heads, _ = q.shape
+    group = num_heads // k_cache.shape[1]
     queries = variant.warpgroups * 64 // group
-    row = head_dim * q.element_size()
-
-    def pages(cache: Tensor) -> bytes:
-        rows = cache.shape[0] * num_kv_heads * page_size
-        sizes = head_dim, rows
-        return encode(BoxedTensor(cache.data_ptr(), cache.dtype, sizes, (row,), (SPAN, page_size)))
-
-    sizes, steps = (head_dim, num_heads, num_tokens), (row, row * num_heads)
+    num_tiles = count_tiles(num_tokens, len(context_lens), group, variant)
+    k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
     params = Params(
         output=output.data_ptr(),
         page_table=page_table.data_ptr(),
@@ -199,17 +241,16 @@ def make_params(
         table_width=page_table.stride(0),
         factor=scale * LOG2_E,
         num_sequences=len(context_lens),
-        num_tiles=num_tokens // queries + len(context_lens),
+        num_tiles=num_tiles,
         window=window or 0,
     )
-    maps = {
-        "q_map": encode(BoxedTensor(q.data_ptr(), q.dtype, sizes, steps, (SPAN, group, queries))),
-        "k_map": pages(k_cache),
-        "v_map": pages(v_cache),
-    }
-    for name, value in maps.items():
-        # Assigning bytes would stop at the first zero.
-        ctypes.memmove(ctypes.addressof(params) + getattr(Params, name).offset, value, MAP_BYTES)
+    maps = (
+        _query_map(encode, q.data_ptr(), q.dtype, q.shape, group, queries)
+        + _page_map(encode, k_address, k_cache.dtype, k_cache.shape)
+        + _page_map(encode, v_address, v_cache.dtype, v_cache.shape)
+    )
+    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
+    ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
     return params
 
 
@@ -230,10 +271,15 @@ def attend(
 
     All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    variant = variant or VARIANTS[head_dim]
+    num_tokens, num_heads, _ = q.shape
+    group = num_heads // num_kv_heads
+    multiprocessors = count_multiprocessors(q.device)
+    variant = variant or choose_variant(
+        head_dim, num_tokens, len(context_lens), group, num_kv_heads, multiprocessors
+    )
     shape = Shape(
         head_dim,
-        q.shape[1] // num_kv_heads,
+        group,
         num_kv_heads,
         page_size,
         q.dtype,
@@ -250,7 +296,6 @@ def attend(
     sinks = None if sinks is None else sinks.float()
     tables = page_table, query_starts, context_lens
     params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, variant)
-    tiles = params.num_tiles * num_kv_heads
-    blocks = min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    blocks = min(params.num_tiles * num_kv_heads, multiprocessors)
     function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
     return output
