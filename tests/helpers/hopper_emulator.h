@@ -421,6 +421,7 @@ void multiply_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
 }
 
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1 / x; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline u32 pack(float low, float high) { return emulated::narrow(low) | (u32)emulated::narrow(high) << 16; }
 template <typename T>

@@ -406,7 +406,7 @@ struct Consumer {
       const int own = row + half * 8;
       const int query = tile.first_query + own / GROUP;
       const i64 head = ((i64)query * KV_HEADS + tile.kv_head) * GROUP + own % GROUP;
-      store_row((u8*)p.output + head * HEAD_DIM * 2, output, half, 1 / total, lane,
+      store_row((u8*)p.output + head * HEAD_DIM * 2, output, half, reciprocal(total), lane,
                 own < QUERIES * GROUP && query < tile.query_end);
     }
   }

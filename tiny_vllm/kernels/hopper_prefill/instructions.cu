@@ -202,6 +202,11 @@ DEV float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEV float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEV float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // Two values rounded to 16 bits, the first in the low half.
 DEV u32 pack(float low, float high) {
