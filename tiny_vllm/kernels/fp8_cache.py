@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.triton_support import jit, tl
+from tiny_vllm.kernels.triton_support import IS_INTERPRETED, jit, tl
 
 LARGEST_FP16 = tl.constexpr(65504 * (1 - 2.0**-8))
 LARGEST = tl.constexpr((2 - 2.0**-7) * 2.0**127 * (1 - 2.0**-8))
@@ -112,7 +112,21 @@ def encode_rows(x, scales):
     """Codes of x, against which the scales are broadcast."""
     LIMIT: tl.constexpr = LARGEST_FP16 if x.dtype == tl.float16 else LARGEST
     wide = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return (wide * tl.div_rn(1.0, scales.to(tl.float32))).to(tl.float8e4nv)
+    scaled = wide * tl.div_rn(1.0, scales.to(tl.float32))
+    if IS_INTERPRETED:
+        scaled = _round_to_e4m3(scaled)
+    return scaled.to(tl.float8e4nv)
+
+
+@jit
+def _round_to_e4m3(x):
+    """x as numbers that e4m3 has. The interpreter's conversion loses carries into the exponent and cuts the
+    smallest numbers off: this leaves it nothing to round."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Adding it leaves multiples of 2^-9.
+    magic = 1.5 * 2.0**14
+    return tl.where(tl.abs(x) < 2.0**-6, (x + magic) - magic, normal)
 
 
 @jit

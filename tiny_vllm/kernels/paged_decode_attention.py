@@ -473,6 +473,7 @@ def _attend_part_kernel(
     )  # fmt: skip
     newest_page = tl.load(page_table_ptr + newest // PAGE_SIZE).to(tl.int64)
     newest_row = (newest_page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + newest % PAGE_SIZE
+    newest_place = newest_row * HEAD_DIM
     if PDL:
         wait_for_predecessor()
 
@@ -482,8 +483,8 @@ def _attend_part_kernel(
     q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
     is_q = (head < GROUP)[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], mask=is_q, other=0.0)
-    newest_key = tl.load(k_cache_ptr + newest_row * HEAD_DIM + dims, mask=is_dim, other=0.0)
-    newest_value = tl.load(v_cache_ptr + newest_row * HEAD_DIM + dims, mask=is_dim, other=0.0)
+    newest_key = tl.load(k_cache_ptr + newest_place + dims, mask=is_dim, other=0.0)
+    newest_value = tl.load(v_cache_ptr + newest_place + dims, mask=is_dim, other=0.0)
     if k_scales_ptr is not None:
         newest_key = decode_rows(newest_key, tl.load(k_scales_ptr + newest_row), q.dtype)
         newest_value = decode_rows(newest_value, tl.load(v_scales_ptr + newest_row), q.dtype)

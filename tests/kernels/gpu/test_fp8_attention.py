@@ -10,7 +10,6 @@ from tests.kernels.gpu.test_attention import (
     DECODE_CASES,
     PREFILL_CASES,
     TOLERANCES,
-    VARIANTS,
     Pages,
     check,
     options_of,
@@ -30,7 +29,7 @@ pytestmark = [
         reason="GPUs before sm_89 do not read FP8",
     ),
 ]
-VARIANT_NAMES = [None, *VARIANTS]
+VARIANT_NAMES = [None, "all"]
 
 
 class Fp8Pages(Pages):
@@ -60,15 +59,9 @@ def stored_rows(cache: Fp8Cache, cells: Tensor) -> Tensor:
 
 
 def check_stored(cache: Fp8Cache, cells: Tensor, expected: Tensor) -> None:
-    """expected [N, Hkv, D] FP64, of which the kernel had a value rounded to the type of the cache.
-
-    The interpreter cuts BF16 off where a GPU rounds, and cuts the smallest FP8 numbers off, too: twice the
-    error of both.
-    """
+    """expected [N, Hkv, D] FP64, of which the kernel had values rounded to the type of the cache."""
     size = expected.abs().amax(-1, keepdim=True)
     allowed = allowed_error(expected.to(cache.dtype)) + size * TOLERANCES[cache.dtype]
-    if INTERPRETED:
-        allowed += size * 2**-17
     assert bool(((stored_rows(cache, cells) - expected).abs() <= allowed).all())
 
 
