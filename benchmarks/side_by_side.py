@@ -7,8 +7,8 @@
 Runs `tiny-vllm bench decode --end-to-end`, for --workloads `tiny-vllm bench throughput`, and vllm_generate.py
 one after the other, each in a process of its own, with the same shape (dummy weights, BF16), batches, lengths
 and workloads, and writes all and their ratios into one file, anew after every line. vLLM comes from a bundle
-(--peer) that is installed into a temporary directory first. Takes about three minutes on an H200 with the
-defaults, two of them vLLM's start.
+(--peer) that is installed into a temporary directory first, or into --site, where it stays. Takes about three
+minutes on an H200 with the defaults, two of them vLLM's start.
 """
 
 from __future__ import annotations
@@ -204,12 +204,13 @@ def bench_ours(
 
 
 def run_vllm(comparison: Comparison, args: argparse.Namespace, folder: Path) -> None:
-    site = folder / "site"
-    start = time.perf_counter()
-    install = ["bash", str(args.peer / "install.sh"), str(site)]
-    for line in output_lines(install, {"PYTHON": sys.executable}, args.limit):
-        print(f"  install: {line}", flush=True)
-    comparison.content["vllm"]["seconds_to_install"] = time.perf_counter() - start
+    site = args.site or folder / "site"
+    if not (site / "vllm").is_dir():
+        start = time.perf_counter()
+        install = ["bash", str(args.peer / "install.sh"), str(site)]
+        for line in output_lines(install, {"PYTHON": sys.executable}, args.limit):
+            print(f"  install: {line}", flush=True)
+        comparison.content["vllm"]["seconds_to_install"] = time.perf_counter() - start
     script = str(ROOT / "benchmarks" / "vllm_generate.py")
     command = [sys.executable, script, "--model", str(args.model), *line_options(args)]
     command += ["--workloads", args.workloads]
@@ -250,6 +251,7 @@ def main() -> int:
         default=ROOT.parent / "shared" / "peers" / "vllm-0.21.0",
         help="directory with vLLM's install.sh (default: ../shared/peers/vllm-0.21.0)",
     )
+    parser.add_argument("--site", type=Path, help="where the bundle is, or is to be installed for good")
     parser.add_argument("--engines", default="tiny-vllm,vllm", help="which to run, in this order")
     parser.add_argument("--batch-sizes", default="1,2,4,8,64", help='of decode lines; "" for none')
     parser.add_argument("--workloads", default="", help="those of `bench throughput`; default: none")

@@ -92,6 +92,20 @@ def test_what_one_engine_cannot_do_leaves_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_peer_that_is_installed_is_used(tmp_path: Path) -> None:
+    site = tmp_path / "kept"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm" / "__init__.py").write_text(
+        PRETENDED_VLLM.replace("0.0.pretended", "kept").replace("FAILS_AT", "0")
+    )
+    options = ["--engines", "vllm", "--site", str(site)]
+    code, report, output = compare(tmp_path, *options)
+    assert code == 0, output
+    assert report["vllm"]["rows"][0]["version"] == "kept"
+    assert "seconds_to_install" not in report["vllm"]
+
+
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
     code, report, _ = compare(tmp_path, "--engines", "vllm", "--output-len", "100000", "--limit", "5")
     assert code == 1
