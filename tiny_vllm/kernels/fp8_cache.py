@@ -101,10 +101,13 @@ def _number(constant: object) -> float:
 
 
 @jit
-def row_scales(largest, TYPE: tl.constexpr):
-    """largest: max |x| of each row, FP32; TYPE: of x. -> BF16."""
-    LIMIT: tl.constexpr = LARGEST_FP16 if tl.float16 == TYPE else LARGEST
-    return tl.maximum(tl.minimum(largest, LIMIT) * INVERSE_OF_448, SMALLEST_SCALE).to(tl.bfloat16)
+def row_scales(largest, of_type: tl.constexpr):
+    """largest: max |x| of each row, FP32; of_type: x's. -> BF16."""
+    LIMIT: tl.constexpr = LARGEST_FP16 if of_type == tl.float16 else LARGEST
+    scales = tl.maximum(tl.minimum(largest, LIMIT) * INVERSE_OF_448, SMALLEST_SCALE)
+    if IS_INTERPRETED:
+        scales = _round_bits(scales, 16)
+    return scales.to(tl.bfloat16)
 
 
 @jit
@@ -114,19 +117,19 @@ def encode_rows(x, scales):
     wide = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     scaled = wide * tl.div_rn(1.0, scales.to(tl.float32))
     if IS_INTERPRETED:
-        scaled = _round_to_e4m3(scaled)
+        # Adding this leaves multiples of 2^-9, which the smallest codes are.
+        magic = 1.5 * 2.0**14
+        scaled = tl.where(tl.abs(scaled) < 2.0**-6, (scaled + magic) - magic, _round_bits(scaled, 20))
     return scaled.to(tl.float8e4nv)
 
 
 @jit
-def _round_to_e4m3(x):
-    """x as numbers that e4m3 has. The interpreter's conversion loses carries into the exponent and cuts the
-    smallest numbers off: this leaves it nothing to round."""
+def _round_bits(x, NUM_BITS: tl.constexpr):
+    """FP32 x rounded to even, its last bits zero. The interpreter cuts BF16 off, and loses carries into the
+    exponent of FP8: this leaves it nothing to round."""
     bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    # Adding it leaves multiples of 2^-9.
-    magic = 1.5 * 2.0**14
-    return tl.where(tl.abs(x) < 2.0**-6, (x + magic) - magic, normal)
+    half = (1 << (NUM_BITS - 1)) - 1 + ((bits >> NUM_BITS) & 1)
+    return ((bits + half) & -(1 << NUM_BITS)).to(tl.float32, bitcast=True)
 
 
 @jit
