@@ -39,6 +39,7 @@ class FakeEngine:
         page_size: int = 4,
         eos_token_ids: tuple[int, ...] = (),
         num_steps_ahead: int = 0,
+        window: int | None = None,
         **options: Any,
     ) -> None:
         defaults = dict(
@@ -51,9 +52,11 @@ class FakeEngine:
             device="cpu",
         )
         self.clock = Clock()
-        self.executor = FakeExecutor(page_size)
+        self.executor = FakeExecutor(page_size, window)
         config = EngineConfig(page_size=page_size, **{**defaults, **options})
-        self.engine = Engine(config, self.executor, eos_token_ids=eos_token_ids, clock=self.clock)
+        self.engine = Engine(
+            config, self.executor, eos_token_ids=eos_token_ids, clock=self.clock, window=window
+        )
         self.engine.num_steps_ahead = num_steps_ahead
         self.eos_token_ids = frozenset(eos_token_ids)
         self.outcomes: dict[tuple[str, int], Outcome] = defaultdict(Outcome)

@@ -18,6 +18,9 @@ PREFIX_LEN = 40
 """Beyond every window and every original length, so that a prefix hit and a chunk start outside them."""
 PAGE_SIZE = 4
 
+WINDOWS_ALONE = ("mistral", "mixtral with window", "phi3 with window")
+"""Cases in which every layer has a window."""
+
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -43,29 +46,54 @@ def test_chunks_hits_preemption_and_choices_change_no_token(case: str, tmp_path:
     save_tiny_llama(tmp_path, model)
     prompts = ragged_prompts()
     # Five sequences of up to 89 tokens need over 60 pages beside the shared prefix: one must be preempted.
+    # Where all layers have windows of 4 pages, four that start with a page each and grow need 20 and more.
+    windows_alone = case in WINDOWS_ALONE
+    if windows_alone:
+        prompts = [[5], [6], [7], [8], *prompts]
     with LLM(
         str(tmp_path),
         page_size=PAGE_SIZE,
-        num_pages=50,
+        num_pages=18 if windows_alone else 50,
         max_num_seqs=5,
         max_model_len=128,
         max_num_batched_tokens=13,
         prefill_policy="mixed",
         fused_cpu_decode=False,
     ) as llm:
-        params = [
-            GREEDY,
-            GREEDY,
-            GREEDY,
-            SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2),
-        ]
+        twice = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2)
+        params = [GREEDY] * (len(prompts) - 1) + [twice]
         outputs = llm.generate(prompts, params)
         assert llm.stats().num_preemptions > 0
-        (again,) = llm.generate([prompts[0]], GREEDY)
+        llm.generate([prompts[-2]], SamplingParams(max_tokens=1))
+        (again,) = llm.generate([prompts[-4]], GREEDY)
         assert again.num_cached_tokens == PREFIX_LEN
     for output in [*outputs, again]:
         assert_greedy(model, output)
     assert len(outputs[-1].outputs) == 2
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("case", WINDOWS_ALONE)
+def test_models_of_windows_alone_outgrow_their_pool(
+    case: str, async_scheduling: bool, tmp_path: Path
+) -> None:
+    """Two sequences of up to 89 tokens in a pool of 40: what slid out of the windows is used again."""
+    model = make_tiny_model(case)
+    save_tiny_llama(tmp_path, model)
+    prompts = ragged_prompts()
+    with LLM(
+        str(tmp_path),
+        page_size=PAGE_SIZE,
+        num_pages=10,
+        max_num_seqs=2,
+        max_model_len=128,
+        max_num_batched_tokens=13,
+        async_scheduling=async_scheduling,
+    ) as llm:
+        outputs = llm.generate([prompts[0], prompts[-1]], GREEDY)
+        assert llm.stats().num_free_pages + llm.stats().num_cached_pages == 10
+    for output in outputs:
+        assert_greedy(model, output)
 
 
 @pytest.mark.parametrize("case", ["gemma2", "mistral", "qwen3", "mixtral", "granite", "smollm3", "olmo2"])

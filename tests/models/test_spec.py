@@ -79,6 +79,12 @@ def test_layers_have_the_rope_and_the_window_of_their_kind() -> None:
     assert [spec.layer_window(layer) for layer in range(6)] == [8, 8, None, 8, None, None]
 
 
+def test_a_model_whose_layers_all_have_windows_sees_no_further() -> None:
+    assert LLAMA.longest_window is None
+    assert replace(LLAMA, sliding_window=8, sliding_layers=(0, 1, 2, 3, 4)).longest_window is None
+    assert replace(LLAMA, sliding_window=8, sliding_layers=tuple(range(6))).longest_window == 8
+
+
 def test_dense_layers_have_no_experts() -> None:
     experts = ExpertsSpec(num_experts=4, num_active=2, intermediate_size=32, dense_layers=(0, 5))
     spec = replace(LLAMA, experts=experts)

@@ -178,7 +178,9 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         page_size=config.page_size,
         steppers=steppers,
     )
-    return Engine(config, runner, eos_token_ids=checkpoint.eos_token_ids)
+    return Engine(
+        config, runner, eos_token_ids=checkpoint.eos_token_ids, window=checkpoint.spec.longest_window
+    )
 
 
 def _make_tape(

@@ -34,7 +34,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PageEdit:
-    """Entry `index` of a slot's page table becomes `page_id`."""
+    """Entry `index` of a slot's page table becomes `page_id`: the null page once no query sees that entry."""
 
     slot: int
     index: int

@@ -8,10 +8,10 @@ even for someone who chooses the prompts.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from tiny_vllm.engine.page_pool import PagePool
+from tiny_vllm.engine.page_pool import NULL_PAGE, PagePool
 
 
 def root_hash(salt: str | None) -> bytes:
@@ -27,12 +27,21 @@ def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], pa
         hashes.append(sha256(previous + tokens.tobytes()).digest())
 
 
-def find_prefix(pool: PagePool, hashes: Sequence[bytes]) -> list[int]:
-    """Pages of the longest findable prefix, in order."""
-    pages = []
-    for content_hash in hashes:
-        page = pool.find(content_hash)
-        if page is None:
+def find_prefix(pool: PagePool, hashes: Sequence[bytes], num_unseen: Callable[[int], int]) -> list[int]:
+    """Pages of the longest findable prefix, in order.
+
+    num_unseen: of a prefix of so many pages, how many leading ones no query behind it sees. They need not be
+    findable, and the null page stands for each.
+    """
+    num_pages = first_of_run = 0
+    for index, content_hash in enumerate(hashes):
+        if pool.find(content_hash) is not None:
+            if first_of_run <= num_unseen(index + 1):
+                num_pages = index + 1
+        elif num_unseen(len(hashes)) <= index:
             break
-        pages.append(page)
-    return pages
+        else:
+            first_of_run = index + 1
+    unseen = num_unseen(num_pages)
+    pages = [pool.find(content_hash) for content_hash in hashes[unseen:num_pages]]
+    return [NULL_PAGE] * unseen + [page for page in pages if page is not None]

@@ -21,6 +21,10 @@ Rules, in the order they are applied in a step:
 3. Chunks of known tokens fill the token budget, in queue order. `mixed` runs them beside all decodes;
    `exclusive` runs them alone. While sequences decode, at most max_prefill_tokens_per_decode known tokens are
    computed between two of their tokens: that bounds how long prompts delay them.
+
+Where every layer has a window, a page that has slid out of it is given back when the step is committed; the
+null page takes its place in the page table. A prefill then starts with the pages of its window and of some
+chunks, and takes a new page for each that it gives back; should that not do, it grows by rule 1.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from itertools import repeat
 
 import numpy as np
 
-from tiny_vllm.engine.page_pool import PagePool
+from tiny_vllm.engine.page_pool import NULL_PAGE, PagePool
 from tiny_vllm.engine.plan import Admission, Chunk, PageEdit, StepPlan, StepResult
 from tiny_vllm.engine.prefix_cache import extend_hashes, find_prefix
 from tiny_vllm.engine.sequence import Sequence
@@ -65,6 +69,7 @@ class Scheduler:
     """Owns the sequences, the slots and the page pool.
 
     max_num_batched_tokens: most tokens in a step; at least num_slots, so that no decode is ever left out.
+    window: tokens that a query sees in any layer, itself included; None if some layer shows it all.
     finishing: sequences whose last token is under way; they have pages but no slot.
     """
 
@@ -77,6 +82,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefill_policy: str,
         max_prefill_tokens_per_decode: int | None = None,
+        window: int | None = None,
     ) -> None:
         assert max_num_batched_tokens >= num_slots
         self.pool = PagePool(num_pages)
@@ -84,6 +90,12 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.is_exclusive = prefill_policy == "exclusive"
         self.max_prefill_tokens_per_decode = max_prefill_tokens_per_decode
+        self.window = window
+        self._max_pages_at_start = num_pages + 1
+        if window is not None:
+            # Beside the window the pages of two steps under way, if the pool has them: one is enough.
+            wanted = self._pages_for(window + 2 * max_num_batched_tokens) + 1
+            self._max_pages_at_start = max(self._pages_for(window) + 1, min(wanted, num_pages))
         self.waiting = WaitingQueue()
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -120,7 +132,7 @@ class Scheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of this many known tokens could run if it were alone."""
-        return self._pages_for(num_tokens) <= self.pool.num_pages
+        return self._pages_at_start(num_tokens) <= self.pool.num_pages
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.push(sequence)
@@ -132,7 +144,7 @@ class Scheduler:
         on, until it is committed or rolled back.
         """
         try:
-            self._grow_decodes()
+            self._grow()
             self._admit(now)
         except _ResultsNeeded:
             return None
@@ -174,6 +186,7 @@ class Scheduler:
             known_len = len(token_ids)
             if not known_len % page_size:
                 self._publish(sequence, known_len)
+                self._slide(sequence, known_len)
             if (
                 token_id is None
                 or token_id in sequence.ending_token_ids
@@ -195,6 +208,7 @@ class Scheduler:
                 pooled = result.pooled[position]
                 sequence.pooled_sum = pooled if before is None else before + pooled
             self._publish(sequence, computed_len)
+            self._slide(sequence, computed_len)
             if chunk.samples:
                 self._append(sequence, token_id, token_logprobs)
             elif computed_len >= sequence.end_len:
@@ -224,7 +238,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert that pages and slots are accounted for."""
         running = self.running()
-        self.pool.check(sequence.page_ids for sequence in [*running, *self.finishing.values()])
+        self.pool.check(sequence.held_pages for sequence in [*running, *self.finishing.values()])
+        assert all(set(sequence.page_ids[: sequence.num_unseen]) <= {NULL_PAGE} for sequence in running)
         assert all(sequence.slot is None for sequence in self.finishing.values())
         slots = [sequence.slot for sequence in running]
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots)
@@ -232,6 +247,14 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def _pages_at_start(self, num_tokens: int) -> int:
+        """Pages that a sequence of this many known tokens starts with."""
+        return min(self._pages_for(num_tokens), self._max_pages_at_start)
+
+    def _num_unseen(self, computed_len: int) -> int:
+        """Leading pages that no query behind this many tokens sees."""
+        return 0 if self.window is None else max(computed_len - self.window + 1, 0) // self.page_size
 
     def _current_decodes(self) -> _Decodes:
         if self._decodes is None:
@@ -270,9 +293,10 @@ class Scheduler:
         if self._under_way:
             raise _ResultsNeeded
 
-    def _grow_decodes(self) -> None:
+    def _grow(self) -> None:
         page_size = self.page_size
-        growing = [s for s in self.decoding.values() if s.computed_len >= len(s.page_ids) * page_size]
+        running = (*self.decoding.values(), *self.prefilling.values())
+        growing = [s for s in running if s.computed_len >= len(s.page_ids) * page_size]
         if len(growing) > 1:
             growing.sort(key=lambda s: s.queue_key)
         for sequence in growing:
@@ -335,7 +359,8 @@ class Scheduler:
         extend_hashes(sequence.page_hashes, sequence.root_hash, sequence.token_ids, self.page_size)
         if sequence.computes_all_positions:
             return []
-        return find_prefix(self.pool, sequence.page_hashes[: (sequence.known_len - 1) // self.page_size])
+        hashes = sequence.page_hashes[: (sequence.known_len - 1) // self.page_size]
+        return find_prefix(self.pool, hashes, lambda num_pages: self._num_unseen(num_pages * self.page_size))
 
     def _make_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether the sequence can start now, after preempting less urgent ones where that suffices."""
@@ -347,8 +372,8 @@ class Scheduler:
             if victim.request.priority > sequence.request.priority and victim.queue_key > sequence.queue_key
         ]
         victims.sort(key=lambda s: s.queue_key, reverse=True)
-        needed = self._pages_for(sequence.known_len)
-        if not victims or needed > self.pool.num_available + sum(len(v.page_ids) for v in victims):
+        needed = self._pages_at_start(sequence.known_len)
+        if not victims or needed > self.pool.num_available + sum(len(v.held_pages) for v in victims):
             return False
         self._need_results()
         for victim in victims:
@@ -360,16 +385,22 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         if not self._free_slots:
             return False
-        needed = self._pages_for(sequence.known_len) - len(prefix)
+        needed = self._num_new_pages(sequence, prefix)
         needed += sum(self.pool.is_cached(page) for page in prefix)
         # Every running sequence must still be able to grow by a page, or it would be preempted right away.
         return needed + self.num_running <= self.pool.num_available
 
+    def _num_new_pages(self, sequence: Sequence, prefix: list[int]) -> int:
+        """Pages to allocate when the sequence starts behind this prefix."""
+        num_held = len(prefix) - prefix.count(NULL_PAGE)
+        return min(self._pages_for(sequence.known_len) - len(prefix), self._max_pages_at_start - num_held)
+
     def _start(self, sequence: Sequence, prefix: list[int], now: float) -> None:
         self.waiting.remove(sequence)
-        for page in prefix:
+        sequence.num_unseen = prefix.count(NULL_PAGE)
+        for page in prefix[sequence.num_unseen :]:
             self.pool.share(page)
-        sequence.page_ids = prefix + self.pool.allocate(self._pages_for(sequence.known_len) - len(prefix))
+        sequence.page_ids = prefix + self.pool.allocate(self._num_new_pages(sequence, prefix))
         sequence.computed_len = len(prefix) * self.page_size
         sequence.num_published = len(prefix)
         sequence.slot = self._free_slots.pop()
@@ -409,7 +440,7 @@ class Scheduler:
             if budget <= 0:
                 break
             start, known_len = sequence.computed_len, sequence.known_len
-            end = min(known_len, start + budget)
+            end = min(known_len, start + budget, len(sequence.page_ids) * self.page_size)
             budget -= end - start
             assert sequence.slot is not None
             wants_logprobs = sequence.wants_prompt_logprobs
@@ -440,6 +471,26 @@ class Scheduler:
         for index in range(sequence.num_published, num_full):
             self.pool.publish(sequence.page_ids[index], sequence.page_hashes[index])
         sequence.num_published = num_full
+
+    def _slide(self, sequence: Sequence, computed_len: int) -> None:
+        """Give back the pages that no query behind the first computed_len tokens sees; a prefill that has not
+        all its pages yet takes as many again."""
+        num_unseen = self._num_unseen(computed_len)
+        if num_unseen <= sequence.num_unseen or sequence.slot is None:
+            return
+        indices = range(sequence.num_unseen, num_unseen)
+        num_available = self.pool.num_available
+        self.pool.release([sequence.page_ids[index] for index in indices])
+        for index in indices:
+            sequence.page_ids[index] = NULL_PAGE
+            self._page_edits.append(PageEdit(sequence.slot, index, NULL_PAGE))
+        sequence.num_unseen = num_unseen
+        num_missing = self._pages_for(sequence.known_len) - len(sequence.page_ids)
+        # Pages that others share have not become available.
+        num_gained = self.pool.num_available - num_available
+        for page in self.pool.allocate(max(min(num_missing, num_gained), 0)):
+            self._page_edits.append(PageEdit(sequence.slot, len(sequence.page_ids), page))
+            sequence.page_ids.append(page)
 
     def _append(self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None) -> None:
         if token_id is None:
@@ -501,8 +552,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if self.finishing.pop(sequence.sequence_id, None) is None:
             self._give_up_slot(sequence)
-        self.pool.release(sequence.page_ids)
+        self.pool.release(sequence.held_pages)
         sequence.page_ids = []
+        sequence.num_unseen = 0
 
     def _give_up_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

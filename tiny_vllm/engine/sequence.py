@@ -32,6 +32,7 @@ class Sequence:
     seed: 64-bit seed of this choice's random stream.
     page_hashes: chained hashes of the leading full pages of known tokens, extended when needed.
     num_published: leading pages already findable by hash.
+    num_unseen: leading pages that no query will see again; the null page stands for them in `page_ids`.
     pooled_sum: of the hidden states that are to be pooled, so far; FP32 [hidden].
     """
 
@@ -43,6 +44,7 @@ class Sequence:
         "index",
         "num_cached_tokens",
         "num_published",
+        "num_unseen",
         "page_hashes",
         "page_ids",
         "pooled_sum",
@@ -87,6 +89,7 @@ class Sequence:
         self.page_ids: list[int] = []
         self.page_hashes: list[bytes] = []
         self.num_published = 0
+        self.num_unseen = 0
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
         self.scheduled_time: float | None = None
@@ -98,6 +101,10 @@ class Sequence:
     @property
     def known_len(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def held_pages(self) -> list[int]:
+        return self.page_ids[self.num_unseen :]
 
     @property
     def num_generated(self) -> int:

@@ -43,7 +43,7 @@ class SlotTable:
         for edit in plan.page_edits:
             places.append(edit.slot * width + edit.index)
             pages.append(edit.page_id)
-            self.num_pages[edit.slot] = edit.index + 1
+            self.num_pages[edit.slot] = max(self.num_pages[edit.slot], edit.index + 1)
         if places:
             sent_places, sent_pages = upload.integers(places), upload.integers(pages)
             upload.then(

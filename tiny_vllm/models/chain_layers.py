@@ -22,7 +22,7 @@ class ChainLayer:
     input_norm, post_attention_norm: on the inputs of attention and MLP. attention_output_norm,
     mlp_output_norm: on their outputs. head_norms: of each query and key head. whole_norms: of all query heads
     together, and of all key heads. Each None where the family has none there. cos_sin: see `rope_table`.
-    variants: window, softcap and sinks of attention, where the layer has them. experts: None with a plain MLP.
+    variants: window, softcap and sinks of attention, where the layer has them. experts: None with an MLP.
     """
 
     weights: LayerWeights

@@ -129,6 +129,11 @@ class ModelSpec:
     def layer_window(self, layer: int) -> int | None:
         return self.sliding_window if layer in self.sliding_layers else None
 
+    @property
+    def longest_window(self) -> int | None:
+        """Tokens that the layer which sees most of a context sees of it; None if some layer sees it all."""
+        return self.sliding_window if len(self.sliding_layers) == self.num_layers else None
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 
