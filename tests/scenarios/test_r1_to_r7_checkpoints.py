@@ -102,3 +102,25 @@ def test_r6_activations_beyond_float16_are_an_error_and_no_text(tmp_path: Path) 
             assert (choice.finish_reason, choice.token_ids, choice.text) == ("error", [], "")
         stats = llm.stats()
         assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+
+
+def test_r7_scores_of_a_prompt_that_is_preempted_half_way_are_the_models(tmp_path: Path) -> None:
+    model = make_tiny_llama()
+    directory = save_tiny_llama(tmp_path, model, tokenizer=False)
+    rng = random.Random(7)
+    prompt, urgent = ([rng.randrange(4, 320) for _ in range(60)] for _ in range(2))
+    with LLM(str(directory), page_size=4, num_pages=20, max_num_seqs=3, max_num_batched_tokens=8) as llm:
+        llm.generate([prompt[:30]], SamplingParams(max_tokens=1), use_tqdm=False)  # a warm prefix
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        scored = llm.stream(prompt, params, priority=5)
+        llm.generate([[5]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert 0 < llm._live_engine().slots()[0].computed_len < 60
+        llm.generate([urgent], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert llm.stats().num_preemptions == 1
+        *_, last = scored
+    scores = last.output.prompt_logprobs
+    assert scores is not None and len(scores) == 60 and scores[0] is None
+    rows = torch.log_softmax(all_logits(model, prompt), -1)
+    given = [entry[token].logprob for token, entry in zip(prompt[1:], scores[1:], strict=True) if entry]
+    expected = [float(rows[place, token]) for place, token in enumerate(prompt[1:])]
+    assert given == pytest.approx(expected, abs=LOGPROB_TOLERANCE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,10 @@ from tests.scenarios.conftest import CONTEXT, Served, Tiny
 from tiny_vllm import LLM, SamplingParams
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS
 from tiny_vllm.models.decoder import Decoder
+from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.openai_requests import Call, RequestMaker
+from tiny_vllm.serving.schemas import CompletionBody
+from tiny_vllm.text.request_builder import RequestBuilder
 
 # FP32 sums of at most 96 terms of size ~10, over two layers, in another order.
 LOGPROB_TOLERANCE = 1e-4
@@ -143,3 +149,36 @@ def test_s08_a_long_prompt_is_scored_few_rows_at_a_time(tiny: Tiny, monkeypatch:
         (output,) = llm.generate([[5] * 1000], SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1000
     assert sum(num_rows) == 1000 and max(num_rows) <= PROMPT_LOGPROBS_ROWS
+
+
+def test_s08_lists_that_every_prompt_of_a_call_carries_hold_nobody_up(server: Served) -> None:
+    """Each prompt is a request of its own with its own copy of the call's lists."""
+    prompts = [[5]] * 16
+    words = {"bad_words": [f"{number:016}" for number in range(1024)]}  # as long in all as they may be
+    stops = {"stop": [f"{number:0>1000}" for number in range(16)]}
+    lists: dict[str, Any] = {"stop_token_ids": list(range(100, VOCAB_SIZE)), "logit_bias": {"5": 1}}
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(server.complete, prompts, max_tokens=2, **words, **stops, **lists)
+        slowest = 0.0
+        while not call.done():
+            start = time.monotonic()
+            assert server.get("/health").status == 200
+            slowest = max(slowest, time.monotonic() - start)
+    assert call.result().status == 200 and slowest < 1
+    longer = {"bad_words": [*words["bad_words"][1:], "y" * 17]}
+    for body in ({"prompt": "x"}, {"prompt": prompts}):
+        answer = server.post("/v1/completions", {**body, **longer})
+        assert answer.status == 400 and "16385 characters" in answer.error["message"]
+
+
+def test_s08_copies_of_long_lists_are_counted() -> None:
+    maker = RequestMaker(RequestBuilder(None, vocab_size=50_000, max_model_len=50), None, 256, 16)
+    call = Call("cmpl-x", None, None, 0.0)
+    lists: dict[str, Any] = {"allowed_token_ids": list(range(50_000))}
+    for num_prompts, is_accepted in ((1, True), (20, True), (21, False), (256, False)):
+        body = CompletionBody(prompt=[[5]] * num_prompts, **lists)
+        if is_accepted:
+            assert len(maker.completion(body, call)) == num_prompts
+        else:
+            with pytest.raises(ApiError, match=f"50000 token ids for each of {num_prompts} prompts"):
+                maker.completion(body, call)

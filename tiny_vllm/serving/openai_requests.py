@@ -21,9 +21,13 @@ from tiny_vllm.serving.schemas import (
 )
 from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import Pooling, SamplingParams
+from tiny_vllm.types import Pooling, Request, SamplingParams
 
 LONG_TEXT = 20_000
+
+
+MAX_LIST_ENTRIES = 1 << 20
+"""Token ids in lists that go to the engine with every prompt of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,13 @@ class RequestMaker:
                 numbers = (body.logprobs, body.prompt_logprobs or 0)
                 options["prompt_logprobs"] = -1 if -1 in numbers else max(numbers)
         params = SamplingParams(**options)
-        requests = []
-        for place, prompt in enumerate(self._prompts("prompt", body.prompt)):
+        requests: list[PreparedRequest] = []
+        prompts = self._prompts("prompt", body.prompt)
+        for place, prompt in enumerate(prompts):
             token_ids = self._token_ids(prompt, body)
             prepared = self.builder.build(token_ids, params, **self._options(body, call, place))
+            if place == 0:
+                _check_lists(prepared.request, len(prompts))
             requests.append(_with_text(prepared, prompt))
         return requests
 
@@ -200,6 +207,20 @@ class RequestMaker:
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:
     """The same, with the prompt as the client wrote it."""
     return PreparedRequest(prepared.request, prompt if isinstance(prompt, str) else None)
+
+
+def _check_lists(request: Request, num_prompts: int) -> None:
+    """Raises ApiError if a call's prompts together carry too many copies of its lists of token ids."""
+    sampling = request.sampling
+    lists = (sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias)
+    num_entries = sum(len(ids) for ids in (*lists, *request.bad_words_token_ids) if ids is not None)
+    if num_prompts > 1 and num_prompts * num_entries > MAX_LIST_ENTRIES:
+        raise ApiError(
+            400,
+            f"lists of {num_entries} token ids for each of {num_prompts} prompts are more than "
+            f"{MAX_LIST_ENTRIES} in all\nhint: send fewer prompts at once",
+            param="prompt",
+        )
 
 
 def _joined_salt(tenant: str | None, request: str | None) -> str | None:

@@ -37,6 +37,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _RunningRequest] = {}
+        self._last_stops: tuple[tuple[str, ...], StopStrings | None] = ((), None)
 
     def __len__(self) -> int:
         """Requests that have not finished."""
@@ -48,9 +49,16 @@ class OutputProcessor:
     def add(self, request: Request, prompt: str | None = None) -> RequestOutput:
         """Start following a request. prompt: its text, shown in the output, which is returned still empty."""
         assert request.request_id not in self._requests, f"request {request.request_id} is already running"
-        running = _RunningRequest(request, prompt, self._tokenizer)
+        stops = self._stops(request.sampling.stop_strings)
+        running = _RunningRequest(request, prompt, self._tokenizer, stops)
         self._requests[request.request_id] = running
         return running.output
+
+    def _stops(self, stop_strings: tuple[str, ...]) -> StopStrings | None:
+        """All prompts of a call share one automaton: it may be a thousand times larger than its texts."""
+        if self._last_stops[0] != stop_strings:
+            self._last_stops = stop_strings, StopStrings(stop_strings) if stop_strings else None
+        return self._last_stops[1]
 
     def remove(self, request_id: str) -> None:
         """Forget a request whose outcome nobody wants any more."""
@@ -104,12 +112,13 @@ class _RunningRequest:
 
     __slots__ = ("_texts", "choices", "num_unfinished", "output")
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, stops: StopStrings | None
+    ) -> None:
         sampling = request.sampling
         if not sampling.detokenize:
             tokenizer = None
         self._texts = tokenizer
-        stops = StopStrings(sampling.stop_strings) if sampling.stop_strings else None
         self.choices = [_Choice(index, request, tokenizer, stops) for index in range(sampling.n)]
         self.num_unfinished = sampling.n
         self.output = RequestOutput(

@@ -21,6 +21,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LEN = 1024
+MAX_BAD_WORDS_LEN = 16_384
+"""Characters of all bad words: their tokens are looked for after every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class RequestBuilder:
         self._max_logprobs = max_logprobs
         self._max_n = max_n
         self._numbers = itertools.count()
+        self._last_bad_words: tuple[Sequence[str], tuple[tuple[int, ...], ...]] = ((), ())
 
     def build(
         self,
@@ -186,7 +189,13 @@ class RequestBuilder:
         if sampling.stop_strings:
             self._need_tokenizer("a stop string")
         _check_texts("stop", sampling.stop_strings, MAX_STOP_STRINGS, MAX_STOP_STRING_LEN)
-        _check_texts("bad_words", sampling.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+        bad_words = sampling.bad_words or ()
+        _check_texts("bad_words", bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
+        num_characters = sum(map(len, bad_words))
+        if num_characters > MAX_BAD_WORDS_LEN:
+            raise RequestError(
+                f"bad_words has {num_characters} characters in all, but the limit is {MAX_BAD_WORDS_LEN}"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             token_ids = getattr(sampling, name) or ()
             if len(token_ids) > self._vocab_size:
@@ -233,6 +242,9 @@ class RequestBuilder:
         """Token sequences of each word, as the start of a word and as the continuation of one."""
         if not words:
             return ()
+        known_words, known = self._last_bad_words  # read once: threads share this
+        if known_words == words:  # as all prompts of a call have them
+            return known
         tokenizer = self._need_tokenizer("bad_words")
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -243,7 +255,9 @@ class RequestBuilder:
                     )
                 self._check_range(f"bad word {word!r:.80}", token_ids)
                 sequences[tuple(token_ids)] = None
-        return tuple(sequences)
+        found = tuple(sequences)
+        self._last_bad_words = words, found
+        return found
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
