@@ -48,9 +48,9 @@ def test_no_run_finds_the_prefix_of_another(llm: FakeLLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["latency", "--input-len", "0"], "input_len is 0"),
-        (["latency", "--batch-size", "0"], "batch_size is 0"),
-        (["latency", "--input-len", "250", "--output-len", "7"], "input_len + output_len is 257"),
+        (["latency", "--input-len", "0"], "--input-len is 0"),
+        (["latency", "--batch-size", "0"], "--batch-size is 0"),
+        (["latency", "--input-len", "250", "--output-len", "7"], "--input-len + --output-len is 257"),
         (["latency", "--json", "/no/such/place/x.json"], "/no/such/place/x.json cannot be written"),
     ],
 )

@@ -109,13 +109,13 @@ def test_no_two_timed_calls_share_a_prompt(model: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-steps", "0"], "num_steps is 0, but must be at least 1"),
-        (["--num-rounds", "0"], "num_rounds is 0"),
-        (["--output-len", "1"], "output_len is 1, but must be at least 2"),
+        (["--num-steps", "0"], "--num-steps is 0, but must be at least 1"),
+        (["--num-rounds", "0"], "--num-rounds is 0"),
+        (["--output-len", "1"], "--output-len is 1, but must be at least 2"),
         (["--no-step"], "--no-step leaves nothing to time\nhint: add --end-to-end"),
         (["--contexts", "509"], "513 tokens, more than the model's context (512)"),
-        (["--end-to-end", "--input-lens", "8,500"], "1012 tokens, more than max_model_len (512)"),
-        (["--end-to-end", "--output-len", "9", "--max-num-seqs", "2"], "batch_sizes has 3, more than"),
+        (["--end-to-end", "--input-lens", "8,500"], "1012 tokens, more than --max-model-len (512)"),
+        (["--end-to-end", "--output-len", "9", "--max-num-seqs", "2"], "--batch-sizes has 3, more than"),
         (["--json", "/no/such/place/x.json"], "/no/such/place/x.json cannot be written: No such file"),
     ],
 )

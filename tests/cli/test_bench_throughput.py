@@ -108,9 +108,9 @@ def test_a_shared_prefix_also_helps_those_who_arrive(model: str, capsys: pytest.
     [
         ("--workload nano", "the workload is 'nano'"),
         ("--workload 2x8+3,", "the workload is ''"),
-        ("--num-prompts 0", "num_prompts is 0"),
-        ("--num-iters 0", "num_iters is 0"),
-        ("--workload 1x2000+100", "1x2000+100 has 2100 tokens, more than max_model_len (2048)"),
+        ("--num-prompts 0", "--num-prompts is 0"),
+        ("--num-iters 0", "--num-iters is 0"),
+        ("--workload 1x2000+100", "1x2000+100 has 2100 tokens, more than --max-model-len (2048)"),
         ("--keep-steps", "--keep-steps needs --request-rate"),
         ("--plot x.png", "--plot needs --request-rate"),
         ("--request-rate 1 --plot x.pdf", "x.pdf does not end in .png"),

@@ -38,7 +38,7 @@ def test_questions_that_do_not_fit_are_refused_before_anything_is_shown(
     assert capsys.readouterr() == (
         "",
         "error: the demo's questions do not suit this model: the prompt has 90 tokens\n"
-        "hint: raise max_model_len\n",
+        "hint: raise --max-model-len\n",
     )
     assert llm.num_open == 0
 

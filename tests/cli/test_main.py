@@ -19,7 +19,7 @@ def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert main(["generate", "x", "--page-size", "24"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "error: page_size is 24, but must be a power of two\nhint: use 16\n"
+    assert captured.err == "error: --page-size is 24, but must be a power of two\nhint: use 16\n"
 
 
 def test_debug_shows_the_traceback(llm: FakeLLM) -> None:

@@ -10,6 +10,7 @@ from tiny_vllm.cli.options import (
     add_sampling_options,
     engine_config,
     sampling_params,
+    spelt_as_options,
 )
 from tiny_vllm.config import OPTION_KINDS, EngineConfig
 from tiny_vllm.errors import ConfigError, RequestError
@@ -133,3 +134,13 @@ def test_every_option_has_a_help_text() -> None:
     for action in parser._actions:
         assert action.help and not action.help.startswith("("), action.option_strings
     parser.format_help()
+
+
+def test_errors_name_options_as_they_are_typed() -> None:
+    names = ["max_n", "load_format", "weight_tape", "seed", "page_size"]
+    text = "max_n is 5 (not my_max_n or 'max_n'); use load_format='dummy', weight_tape=False or a seed"
+    assert spelt_as_options(text, names) == (
+        "--max-n is 5 (not my_max_n or 'max_n'); use --load-format dummy, --no-weight-tape or a seed"
+    )
+    assert spelt_as_options("weight_tape=True; /a/page_size/b", names) == "--weight-tape; /a/page_size/b"
+    assert spelt_as_options(text, ["seed"]) == text

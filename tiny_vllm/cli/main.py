@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiny_vllm.cli import bench, chat, demo, generate, info, serve
+from tiny_vllm.cli.options import spelt_as_options
 from tiny_vllm.cli.output import OutputError, guarded_stdout
 from tiny_vllm.errors import TinyVLLMError
 
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TinyVLLMError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
         return EXIT_USAGE
     except Exception as error:
         if args.debug:

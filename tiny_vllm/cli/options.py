@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
@@ -96,6 +96,24 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     if values["logit_bias"] is not None:
         values["logit_bias"] = dict(values["logit_bias"])
     return SamplingParams(**values)
+
+
+def spelt_as_options(text: str, names: Iterable[str]) -> str:
+    """An error's text with option names as they are typed: `max_n` as `--max-n`, `x=False` as `--no-x`.
+
+    Names of one word stay: they may be words.
+    """
+    known = "|".join(re.escape(name) for name in names if "_" in name)
+    if not known:
+        return text
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if value == "False":
+            return _flag(f"no_{name}")
+        return _flag(name) + (f" {value.strip(chr(39))}" if value and value != "True" else "")
+
+    return re.sub(rf"(?<![\w'/-])({known})(?:=('[^']*'|\w+))?(?![\w'/])", typed, text)
 
 
 def _add_switch(group: argparse._ArgumentGroup, name: str, default: bool, text: str) -> None:
