@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ import msgspec
 from pydantic import ValidationError
 
 from tiny_vllm.errors import CapacityError, EngineDead, RequestError, TinyVLLMError
+from tiny_vllm.types import SAMPLING_FIELDS
 
 MAX_MESSAGE_LEN = 1000
 MAX_PLACE_LEN = 100
 MAX_SHOWN_ERRORS = 5
 RETRY_SECONDS = "1"
+PARAMETERS = frozenset({*SAMPLING_FIELDS, "cache_salt", "dimensions", "messages", "priority"})
 
 
 class ApiError(Exception):
@@ -48,7 +51,7 @@ def api_error(error: TinyVLLMError) -> ApiError:
     """The answer to a request that met this error."""
     match error:
         case RequestError():
-            return ApiError(400, str(error))
+            return ApiError(400, str(error), param=_parameter_in(error.message))
         case CapacityError():
             return overloaded(str(error))
         case EngineDead():
@@ -60,6 +63,12 @@ def api_error(error: TinyVLLMError) -> ApiError:
                 headers={"retry-after": RETRY_SECONDS},
             )
     return ApiError(500, str(error), kind="server_error")
+
+
+def _parameter_in(message: str) -> str | None:
+    """The parameter at fault: messages begin with the name of what is wrong, if it has one."""
+    name = re.match(r"\w*", message)
+    return name[0] if name is not None and name[0] in PARAMETERS else None
 
 
 def overloaded(message: str) -> ApiError:
