@@ -322,6 +322,12 @@ inline int thread_index() { return emulated::self->index; }
 inline int block_index() { return emulated::block; }
 inline int num_blocks() { return emulated::blocks; }
 inline u32 shared_base() { return emulated::BASE; }
+inline void store_shared(u32 address, int value) { memcpy(emulated::at(address, 4), &value, 4); }
+inline int load_shared(u32 address) {
+  int value;
+  memcpy(&value, emulated::at(address, 4), 4);
+  return value;
+}
 inline void store_shared_zeros(u32 address) {
   emulated::at(address, 16);
   emulated::self->zeros.push_back(address);
@@ -433,13 +439,17 @@ T exchange(T value, int lane_mask) {
   return value;
 }
 inline u32 broadcast(u32 value, int lane) { return (u32)emulated::meet(value)[lane]; }
+inline int shift_up(int value, int distance) {
+  const int lane = emulated::self->index % 32;
+  return (int)emulated::meet((u32)value)[lane < distance ? lane : lane - distance];
+}
 inline u32 votes(bool vote) {
   const u64* all = emulated::meet(vote);
   u32 word = 0;
   for (int lane = 0; lane < 32; ++lane) word |= (u32)all[lane] << lane;
   return word;
 }
-inline int count_bits(u32 word) { return __builtin_popcount(word); }
+inline int first_bit(u32 word) { return __builtin_ffs((int)word) - 1; }
 inline void store_16_bytes(void* place, u32 a, u32 b, u32 c, u32 d) {
   const u32 words[4] = {a, b, c, d};
   emulated::check((uintptr_t)place % 16 == 0, "an unaligned store");

@@ -22,6 +22,7 @@ from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import (
     REGISTERS,
+    SMALL_VARIANTS,
     VARIANTS,
     Shape,
     Variant,
@@ -46,11 +47,13 @@ CASES = {
     "group_8": ([(33, 260), (20, 20)], 8, 1, 128, 32),
     "group_7": ([(60, 200), (3, 5)], 14, 2, 64, 16),
     "many_sequences": ([(index % 9 + 1, index + 10) for index in range(70)], 4, 1, 64, 16),
+    "a_thousand_sequences": ([(index % 3 + 1, index % 7 + 3) for index in range(1100)], 4, 1, 64, 16),
 }
 EVERYTHING = dict(window=70, sinks=True)
 RUNS = {
     "llama_1b": ("llama_1b", VARIANTS[64], {}, torch.bfloat16),
     "llama_8b": ("llama_8b", VARIANTS[128], {}, torch.bfloat16),
+    "many_sequences": ("many_sequences", VARIANTS[64], dict(sinks=True), torch.bfloat16),
     "window_and_sinks": ("llama_1b", VARIANTS[64], EVERYTHING, torch.bfloat16),
 }
 SLOW_RUNS = {
@@ -61,7 +64,7 @@ SLOW_RUNS = {
     "two_warpgroups": ("llama_1b", Variant(128, 2, 3), EVERYTHING, torch.float16),
     "no_turns": ("llama_1b", Variant(64, 3, 2, False), {}, torch.bfloat16),
     "group_8": ("group_8", VARIANTS[128], dict(window=1), torch.bfloat16),
-    "many_sequences": ("many_sequences", VARIANTS[64], dict(sinks=True), torch.bfloat16),
+    "a_thousand_sequences": ("a_thousand_sequences", SMALL_VARIANTS[64], {}, torch.bfloat16),
     "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
 }
 
@@ -127,8 +130,8 @@ SLOW_MISTAKES = {
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
     "a_stage_is_reused_early": ("wait(shared.v_empty(v.stage), v.parity ^ 1);", ""),
     "a_stage_is_never_free": (
-        "    release(shared.v_empty(v.stage));\n    v.advance();\n    shrink",
-        "    v.advance();\n    shrink",
+        "    release(shared.v_empty(v.stage));\n    shrink",
+        "    shrink",
     ),
     "queries_are_read_before_they_come": ("    wait(shared.q_full(q.stage), q.parity);\n", ""),
     "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 RAGGED = [(512, 512), (1, 900), (300, 2000), (64, 64), (2048, 2048), (7, 7), (129, 257), (65, 4100)]
 SHORT = [(index % 9 + 1, index + 10) for index in range(100)]
+TINY = [(index % 3 + 1, index % 7 + 3) for index in range(1100)]
 # Kernels: (num_heads, num_kv_heads, head_dim, page_size, dtype, options)
 KERNELS: dict[str, tuple[int, int, int, int, torch.dtype, dict[str, Any]]] = {
     "llama_1b": (32, 8, 64, 16, torch.bfloat16, {}),
@@ -131,6 +132,11 @@ def test_repeats_itself_exactly(device: torch.device, kernel: str) -> None:
     for _ in range(30):
         again = attend(*case.arguments, **case.options)
         assert again is not None and first is not None and torch.equal(first, again)
+
+
+def test_more_than_a_thousand_sequences(device: torch.device) -> None:
+    case = Case("llama_8b", TINY, device)
+    case.check(attend(*case.arguments))
 
 
 def test_a_graph_replays_it_on_new_values(device: torch.device) -> None:

@@ -49,7 +49,7 @@ struct alignas(64) Params {
   const float* sinks;  // [KV_HEADS][GROUP]
   i64 table_width;
   float factor;  // of the scores, for base 2
-  int num_sequences, num_tiles, window;
+  int num_sequences, window;
 };
 
 // Where things lie in shared memory.
@@ -67,19 +67,20 @@ struct Shared {
   DEV u32 q_empty(int buffer) const { return barrier(FULL + buffer); }
   DEV u32 k_empty(int stage) const { return barrier(FULL + 2 + stage); }
   DEV u32 v_empty(int stage) const { return barrier(FULL + 2 + STAGES + stage); }
-  DEV u32 scratch() const { return barrier(2 * FULL); }
+  DEV u32 scratch() const { return barrier(2 * FULL); }           // a word per thread of a warpgroup
+  DEV u32 schedule() const { return scratch() + 128 * 4; }        // 33 words
   static constexpr int FULL = 2 + 2 * STAGES;
 };
 
-// A place in a ring, and the parity of its "full" barrier.
+// Where in a ring the thing of this number is, and the parity of the "full" barrier that it completes.
 template <int SIZE>
 struct Place {
-  int stage = 0;
-  u32 parity = 0;
-  DEV void advance() {
-    if (++stage == SIZE) stage = 0, parity ^= 1;
-  }
+  int stage;
+  u32 parity;
+  DEV explicit Place(u32 number) : stage(number % SIZE), parity(number / SIZE & 1) {}
 };
+using QueryPlace = Place<2>;
+using KeyPlace = Place<STAGES>;  // of values, too
 
 struct Tile {
   int sequence, kv_head, first_query, query_end, context_len;
@@ -87,32 +88,63 @@ struct Tile {
   DEV int position(int query) const { return context_len - query_end + min(query, query_end - 1); }
 };
 
-// The block's tile of this round, by the whole warp. The last tiles of sequences, with the most keys,
-// come first, for all heads; blocks take them to and fro, so that none gets the longest of every round.
-// False: there is no tile; `is_over` says whether there are none in later rounds either.
-DEV bool find_tile(const Params& p, int round, int lane, Tile& tile, bool& is_over) {
-  const int blocks = num_blocks(), count = p.num_tiles * KV_HEADS;
-  const int place = round * blocks + (round & 1 ? blocks - 1 - block_index() : block_index());
-  is_over = round * blocks >= count;
-  if (place >= count) return false;
-  const int index = p.num_tiles - 1 - place / KV_HEADS;
-  // Sequence s has its tiles at starts[s] / QUERIES + s and after: never too few, and the spare ones are
-  // empty.
-  int before = 0;
-  for (int first = 0; first < p.num_sequences; first += 32) {
-    const int s = first + lane;
-    const bool starts = s < p.num_sequences && (int)load_constant(p.query_starts + s) / QUERIES + s <= index;
-    const u32 found = votes(starts);
-    before += count_bits(found);
-    if (found != ~0u) break;
+DEV int count_tiles(const Params& p, int sequence) {
+  const STARTS* starts = p.query_starts + sequence;
+  return ((int)(load_constant(starts + 1) - load_constant(starts)) + QUERIES - 1) / QUERIES;
+}
+
+// The sum up to this lane's value, and with it.
+DEV int sum_up(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = shift_up(value, distance);
+    if (lane >= distance) value += other;
   }
-  tile.sequence = before - 1;
+  return value;
+}
+
+// How many sequences a lane answers for.
+DEV int share_of(const Params& p) { return (p.num_sequences + 31) / 32; }
+
+// By one warp, for all others: how many tiles there are before the sequences of each lane, and in all.
+DEV void write_schedule(const Params& p, u32 schedule, int lane) {
+  const int share = share_of(p);
+  int own = 0;
+  for (int s = lane * share; s < min((lane + 1) * share, p.num_sequences); ++s) own += count_tiles(p, s);
+  store_shared(schedule + 4 + lane * 4, sum_up(own, lane));
+  if (lane == 0) store_shared(schedule, 0);
+}
+
+// The block's tile of a round, by a whole warp. Tiles are numbered through all sequences; the last of a
+// sequence have the most keys and come first, for all heads. Blocks take them to and fro, so that none
+// gets the longest of every round. False: no tile in this round, and none in later ones.
+DEV bool find_tile(const Params& p, u32 schedule, int round, int lane, Tile& tile) {
+  const int blocks = num_blocks(), count = load_shared(schedule + 32 * 4);
+  const int place = round * blocks + (round & 1 ? blocks - 1 - block_index() : block_index());
+  if (place >= count * KV_HEADS) return false;
+  int left = count - 1 - place / KV_HEADS;
+  const int before = load_shared(schedule + lane * 4);
+  int holder = first_bit(votes(left >= before && left < load_shared(schedule + 4 + lane * 4)));
+  left -= (int)broadcast(before, holder);
+  const int share = share_of(p);
+  tile.sequence = holder * share;
+  if (share > 1) {
+    const int end = min(tile.sequence + share, p.num_sequences);
+    for (;; tile.sequence += 32) {
+      const int s = tile.sequence + lane;
+      const int tiles = s < end ? count_tiles(p, s) : 0;
+      const int sum = sum_up(tiles, lane);
+      const u32 found = votes(left < sum);
+      holder = found ? first_bit(found) : 31;
+      left -= (int)broadcast(found ? sum - tiles : sum, holder);
+      if (found) break;
+    }
+    tile.sequence += holder;
+  }
   tile.kv_head = place % KV_HEADS;
-  const int start = (int)load_constant(p.query_starts + tile.sequence);
+  tile.first_query = (int)load_constant(p.query_starts + tile.sequence) + left * QUERIES;
   tile.query_end = (int)load_constant(p.query_starts + tile.sequence + 1);
   tile.context_len = (int)load_constant(p.context_lens + tile.sequence);
-  tile.first_query = start + (index - start / QUERIES - tile.sequence) * QUERIES;
-  if (tile.first_query >= tile.query_end) return false;
   tile.begin = WINDOWED ? max(tile.position(tile.first_query) - p.window + 1, 0) / BLOCK_N : 0;
   tile.end = tile.position(tile.first_query + QUERIES - 1) / BLOCK_N + 1;
   return true;
@@ -140,12 +172,10 @@ DEV void copy_pages(const TensorMap& map, u32 target, u32 full, u32 page, int co
 }
 
 DEV void produce(const Params& p, const Shared& shared, int lane) {
-  Place<2> q;
-  Place<STAGES> k, v;
   Tile tile;
-  bool is_over = false;
-  for (int round = 0; !is_over; ++round) {
-    if (!find_tile(p, round, lane, tile, is_over)) continue;
+  u32 loaded = 0;  // how many times BLOCK_N keys; of the values, one less
+  for (int round = 0; find_tile(p, shared.schedule(), round, lane, tile); ++round) {
+    const QueryPlace q(round);
     wait(shared.q_empty(q.stage), q.parity ^ 1);
     if (lane == 0) {
       arrive_expecting(shared.q_full(q.stage), QUERIES * GROUP * HEAD_DIM * 2);
@@ -154,24 +184,24 @@ DEV void produce(const Params& p, const Shared& shared, int lane) {
         copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
                  tile.first_query, shared.q_full(q.stage));
     }
-    q.advance();
     const TABLE* table = p.page_table + tile.sequence * p.table_width;
     u32 older = 0, page = load_page(table, tile.context_len, tile.begin, lane);
     // In the order of use: keys j, values j - 1.
     for (int j = tile.begin; j <= tile.end; ++j) {
       const u32 next = j + 1 < tile.end ? load_page(table, tile.context_len, j + 1, lane) : 0;
       if (j < tile.end) {
+        const KeyPlace k(loaded);
         wait(shared.k_empty(k.stage), k.parity ^ 1);
         copy_pages(p.k, shared.keys(k.stage), shared.k_full(k.stage), page, count_pages(tile.context_len, j),
                    tile.kv_head, lane);
-        k.advance();
       }
       if (j > tile.begin) {
+        const KeyPlace v(loaded - 1);
         wait(shared.v_empty(v.stage), v.parity ^ 1);
         copy_pages(p.v, shared.values(v.stage), shared.v_full(v.stage), older,
                    count_pages(tile.context_len, j - 1), tile.kv_head, lane);
-        v.advance();
       }
+      if (j < tile.end) ++loaded;
       older = page, page = next;
     }
   }
@@ -295,8 +325,7 @@ struct Consumer {
   const Params& p;
   const Shared& shared;
   const int warpgroup, thread, lane;  // thread: of the warpgroup
-  Place<2> q;
-  Place<STAGES> k, v;
+  u32 done = 0;  // products of scores, in all tiles
   Rows rows;
   float scores[BLOCK_N / 2], output[HEAD_DIM / 2];
   u32 weights[BLOCK_N / 16][4];
@@ -307,9 +336,9 @@ struct Consumer {
   DEV void release(u32 empty) {
     if (lane == 0) arrive(empty);
   }
-  DEV Operand queries() const { return {shared.queries(q.stage) + warpgroup * 64 * 128, 0}; }
-  DEV Operand keys() const { return {shared.keys(k.stage), 0}; }
-  DEV Operand values() const { return {shared.values(v.stage), BLOCK_N * 128}; }
+  DEV Operand queries(QueryPlace q) const { return {shared.queries(q.stage) + warpgroup * 64 * 128, 0}; }
+  DEV Operand keys(KeyPlace k) const { return {shared.keys(k.stage), 0}; }
+  DEV Operand values(KeyPlace v) const { return {shared.values(v.stage), BLOCK_N * 128}; }
   DEV void take_turn() {
     if (PINGPONG && WARPGROUPS > 1) named_sync(TURNS + warpgroup, 256);
   }
@@ -319,33 +348,33 @@ struct Consumer {
 
   // Scores and weights of keys j, and the product of the older weights with the values before.
   template <bool MASKED>
-  DEV void step(int j) {
+  DEV void step(int round, int j) {
+    const KeyPlace k(done), v(done - 1);
     wait(shared.k_full(k.stage), k.parity);
     take_turn();
     hold(scores), hold(output), hold(weights);
     products_begin();
-    begin_scores(scores, queries(), keys());
+    begin_scores(scores, queries(QueryPlace(round)), keys(k));
     wait(shared.v_full(v.stage), v.parity);
     hold(output), hold(weights);
     products_begin();
-    begin_output(output, weights, values());
+    begin_output(output, weights, values(v));
     pass_turn();
     products_wait<1>();
     hold(scores);
     release(shared.k_empty(k.stage));
-    k.advance();
+    ++done;
     weigh<MASKED>(scores, rows, p, j, lane);
     // The weights belong beside the product of the older ones, not behind it.
     stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
     products_wait<0>();
     hold(output), hold(weights), hold(scores);
     release(shared.v_empty(v.stage));
-    v.advance();
     shrink_output(output, rows);
     pack_weights(scores, weights);
   }
 
-  DEV void attend(const Tile& tile) {
+  DEV void attend(int round, const Tile& tile) {
     // The first row's and last row's positions of the warpgroup say where masks are needed.
     const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
@@ -364,15 +393,17 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] = 0;
 
+    const QueryPlace q(round);
+    const KeyPlace k(done);
     wait(shared.q_full(q.stage), q.parity);
     wait(shared.k_full(k.stage), k.parity);
     hold(scores);
     products_begin();
-    begin_scores(scores, queries(), keys());
+    begin_scores(scores, queries(q), keys(k));
     products_wait<0>();
     hold(scores);
     release(shared.k_empty(k.stage));
-    k.advance();
+    ++done;
     weigh<true>(scores, rows, p, tile.begin, lane);
     pack_weights(scores, weights);
 
@@ -380,23 +411,22 @@ struct Consumer {
       const bool is_masked = (j + 1) * BLOCK_N > first_position + 1 ||
                              (WINDOWED && j * BLOCK_N <= last_position - p.window);
       if (is_masked)
-        step<true>(j);
+        step<true>(round, j);
       else
-        step<false>(j);
+        step<false>(round, j);
     }
-    release(shared.q_empty(q.stage));
-    q.advance();
+    release(shared.q_empty(QueryPlace(round).stage));
 
+    const KeyPlace v(done - 1);
     wait(shared.v_full(v.stage), v.parity);
     const int left = tile.context_len - (tile.end - 1) * BLOCK_N;
     if (left < BLOCK_N) clear_values(shared.values(v.stage), left, thread, warpgroup);
     hold(output), hold(weights);
     products_begin();
-    begin_output(output, weights, values());
+    begin_output(output, weights, values(v));
     products_wait<0>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));
-    v.advance();
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -413,10 +443,8 @@ struct Consumer {
 
   DEV void consume() {
     Tile tile;
-    bool is_over = false;
     if (warpgroup == WARPGROUPS - 1) pass_turn();
-    for (int round = 0; !is_over; ++round)
-      if (find_tile(p, round, lane, tile, is_over)) attend(tile);
+    for (int round = 0; find_tile(p, shared.schedule(), round, lane, tile); ++round) attend(round, tile);
     // The last token.
     if (warpgroup == 0) take_turn();
   }
@@ -435,6 +463,7 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     }
     publish_barriers();
   }
+  if (thread < 32) write_schedule(p, shared.schedule(), lane);
   named_sync(0, (WARPGROUPS + 1) * 128);
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {

@@ -23,6 +23,14 @@ extern __shared__ u8 dynamic_shared[];
 
 // The block's dynamic shared memory, as addresses in shared memory.
 DEV u32 shared_base() { return (u32)__cvta_generic_to_shared(dynamic_shared); }
+DEV void store_shared(u32 address, int value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+DEV int load_shared(u32 address) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 DEV void store_shared_zeros(u32 address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
@@ -218,9 +226,10 @@ template <typename T>
 DEV T exchange(T value, int lane_mask) {
   return __shfl_xor_sync(~0u, value, lane_mask);
 }
+// The value of the lane so far below; the lowest lanes get their own.
+DEV int shift_up(int value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 DEV u32 votes(bool vote) { return __ballot_sync(~0u, vote); }
-DEV void warp_sync() { __syncwarp(); }
-DEV int count_bits(u32 word) { return __popc(word); }
+DEV int first_bit(u32 word) { return __ffs(word) - 1; }
 DEV void store_16_bytes(void* place, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");

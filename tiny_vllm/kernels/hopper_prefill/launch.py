@@ -78,7 +78,7 @@ class Params(ctypes.Structure):
         ),
         ("table_width", ctypes.c_int64),
         ("factor", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_sequences", "num_tiles", "window")),
+        *((name, ctypes.c_int) for name in ("num_sequences", "window")),
     )
 
 
@@ -150,14 +150,14 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, and a word per thread."""
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, the schedule."""
     queries = 2 * variant.warpgroups * 64 * head_dim * 2
     keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
-    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4
+    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 33 * 4
 
 
 def count_tiles(num_tokens: int, num_sequences: int, group: int, variant: Variant) -> int:
-    """Per KV head, the spare ones included."""
+    """Per KV head, at most; the host does not know the lengths."""
     return num_tokens // (variant.warpgroups * 64 // group) + num_sequences
 
 
@@ -227,10 +227,8 @@ def make_params(
     encode: Encode = encode_tensor_map,
 ) -> Params:
     """The kernel's argument. sinks: FP32. encode: makes a tensor map."""
-    num_tokens, num_heads, _ = q.shape
-    group = num_heads // k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[1]
     queries = variant.warpgroups * 64 // group
-    num_tiles = count_tiles(num_tokens, len(context_lens), group, variant)
     k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
     params = Params(
         output=output.data_ptr(),
@@ -241,7 +239,6 @@ def make_params(
         table_width=page_table.stride(0),
         factor=scale * LOG2_E,
         num_sequences=len(context_lens),
-        num_tiles=num_tiles,
         window=window or 0,
     )
     maps = (
@@ -296,6 +293,7 @@ def attend(
     sinks = None if sinks is None else sinks.float()
     tables = page_table, query_starts, context_lens
     params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, variant)
-    blocks = min(params.num_tiles * num_kv_heads, multiprocessors)
+    tiles = count_tiles(num_tokens, len(context_lens), group, variant) * num_kv_heads
+    blocks = min(tiles, multiprocessors)
     function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
     return output
