@@ -24,7 +24,7 @@ IMPORTED = (
 )
 # `serve` answers a GET; `bench serve` sends one streaming request and makes up the rest.
 PRETENDED_MAIN = """
-import http.server, json, sys, time, urllib.request
+import http.server, json, os, sys, time, urllib.request
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self): self.answer()
     def do_POST(self):
@@ -43,6 +43,8 @@ def main():
     if sys.argv[1] == "serve":
         port = int(option("--port"))
         http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    with open(f"/proc/{os.getppid()}/cmdline") as file:
+        if FORKS_FAIL and "vllm_client" in file.read(): sys.exit(3)
     time.sleep(HANGS_SECONDS if option("--request-rate") == "HANGS_AT" else 0)
     body = {"model": option("--model"), "prompt": [1, 2], "max_tokens": 3, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(option("--base-url") + "/v1/completions", json.dumps(body).encode(),
@@ -80,9 +82,10 @@ def start(command: list[str], *, timeout: float) -> subprocess.CompletedProcess[
 
 
 def compare(
-    tmp_path: Path, *options: str, hangs_at: str = "", seconds: float = 0
+    tmp_path: Path, *options: str, hangs_at: str = "", seconds: float = 0, forks_fail: bool = False
 ) -> tuple[int, dict[str, Any], str]:
     main = PRETENDED_MAIN.replace("HANGS_AT", hangs_at).replace("HANGS_SECONDS", str(seconds))
+    main = main.replace("FORKS_FAIL", str(forks_fail))
     (tmp_path / "peer").mkdir()
     peer = make_peer(tmp_path / "peer", main)
     shape = tmp_path / "shape"
@@ -128,11 +131,19 @@ def test_what_was_measured_before_the_time_is_up_is_kept(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_client_that_cannot_be_forked_runs_by_itself(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path, "--engines", "vllm", forks_fail=True)
+    assert code == 0, output
+    assert [row["rate"] for row in report["vllm"]["rows"]] == ["8", "inf"]
+    assert output.count("a fork ended with 3") == 1
+
+
+@pytest.mark.slow
 def test_a_server_that_does_not_start_leaves_the_other_one(tmp_path: Path) -> None:
     options = ["--options", "--device cpu --max-num-seqs 0", "--rates", "inf"]
     code, report, output = compare(tmp_path, *options)
     assert code == 1
-    assert "max_num_seqs" in report["failures"][0]
+    assert "is 0, but must be" in report["failures"][0]
     assert [row["rate"] for row in report["vllm"]["rows"]] == ["inf"], output
 
 
