@@ -82,6 +82,12 @@ def test_layers_with_a_window_read_no_more_than_that() -> None:
     assert step_bytes(windowed, "bfloat16", 3, 20) == step_bytes(SPEC, "bfloat16", 3, 20) - saved
 
 
+def test_keys_and_values_in_fp8_are_read_with_their_scales() -> None:
+    rows = 3 * 20 * 2 * SPEC.num_kv_heads * SPEC.num_layers
+    weights = step_bytes(SPEC, "bfloat16", 3, 0)
+    assert step_bytes(SPEC, "bfloat16", 3, 20, kv_cache_dtype="fp8") == weights + rows * (SPEC.head_dim + 2)
+
+
 def test_experts_that_no_sequence_can_pick_are_not_read() -> None:
     experts = ExpertsSpec(num_experts=8, num_active=2, intermediate_size=32, dense_layers=(0,))
     mixed = replace(SPEC, experts=experts)
