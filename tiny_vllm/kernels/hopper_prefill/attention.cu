@@ -286,9 +286,11 @@ DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_
 
 // Zeros for the values behind the context. Every warpgroup writes them for itself: the same zeros.
 DEV void clear_values(u32 values, int first, int thread, int warpgroup) {
-  for (int piece = first * 8 + thread; piece < BLOCK_N * 8; piece += 128)
+  for (int start = first * 8; start < BLOCK_N * 8; start += 128)
+    if (const int piece = start + thread; piece < BLOCK_N * 8)
 #pragma unroll
-    for (int span = 0; span < SPANS; ++span) store_shared_zeros(values + span * BLOCK_N * 128 + piece * 16);
+      for (int span = 0; span < SPANS; ++span)
+        store_shared_zeros(values + span * BLOCK_N * 128 + piece * 16);
   fence_shared();
   named_sync(OWN + warpgroup, 128);
 }
