@@ -23,27 +23,29 @@ PRODUCTS = {
 }
 
 
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_bytes: int, device: str) -> dict[str, Any]:
+def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_bytes: int, device: str, *more: str
+) -> dict[str, Any]:
     monkeypatch.setattr(bench_rows, "measure_read_limit", lambda device: LIMIT)
     monkeypatch.setattr(kernel_cases, "COLD_BYTES", cold_bytes)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     path = tmp_path / "report.json"
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--device", device]
     lines = ["--batch-sizes", "1,3", "--contexts", "9,30", "--json", str(path)]
-    assert main(["bench", "kernels", *arguments, *lines]) == 0
+    assert main(["bench", "kernels", *arguments, *lines, *more]) == 0
     report: dict[str, Any] = json.loads(path.read_text())
     assert report["failures"] == []
     return report
 
 
-def check_lines(report: dict[str, Any]) -> None:
+def check_lines(report: dict[str, Any], bytes_per_head: int = 2 * 16) -> None:
     """Every kernel is there with every batch, and its rate is what it must read over its time."""
     expected: dict[tuple[str, int, int | None], int] = {}
     for batch in BATCHES:
         for name, count in PRODUCTS.items():
             expected[name, batch, None] = 2 * count
         for context in CONTEXTS:
-            expected["attention", batch, context] = 2 * 2 * batch * context * 32
+            expected["attention", batch, context] = 2 * batch * context * (32 // 16) * bytes_per_head
         expected["draw", batch, None] = 4 * batch * 256
     rows = {(row["kernel"], row["batch_size"], row.get("context")): row for row in report["rows"]}
     assert rows.keys() == expected.keys() and len(rows) == len(report["rows"])
@@ -57,6 +59,10 @@ def test_every_kernel_of_a_step_gets_lines(tmp_path: Path, monkeypatch: pytest.M
     check_lines(report)
     assert all(row["is_cold"] for row in report["rows"])
     assert all("us_torch" in row for row in report["rows"] if row["kernel"] != "attention")
+
+
+def test_keys_and_values_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_lines(bench(tmp_path, monkeypatch, 20_000, "cpu", "--kv-cache-dtype", "fp8"), 16 + 2)
 
 
 def test_what_a_cache_may_hold_is_not_called_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,13 @@ def run(args: argparse.Namespace) -> int:
         config=config,
         options={"batch_sizes": batch_sizes, "contexts": args.contexts},
     )
-    cases = KernelCases(spec, getattr(torch, config.dtype), torch.device(config.device), config.page_size)
+    cases = KernelCases(
+        spec,
+        getattr(torch, config.dtype),
+        torch.device(config.device),
+        config.page_size,
+        is_fp8=config.kv_cache_dtype == "fp8",
+    )
     for name in cases.matrices():
         report.attempt(partial(_time_products, report, cases, name, batch_sizes), kernel=name)
     for batch_size in batch_sizes:

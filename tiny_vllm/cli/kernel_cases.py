@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiny_vllm.config import kv_bytes
 from tiny_vllm.kernels.draw_tokens import draw_tokens
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, quantise_rows
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
 from tiny_vllm.kernels.paged_decode_attention import (
     attend_pages,
@@ -50,13 +52,22 @@ class KernelCase:
 
 
 class KernelCases:
-    """Makes the cases of a model on one device, in one type."""
+    """Makes the cases of a model on one device, in one type. is_fp8: keys and values are stored in FP8."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int,
+        *,
+        is_fp8: bool = False,
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.page_size = page_size
+        self.is_fp8 = is_fp8
 
     def products(self, name: str, batch_sizes: tuple[int, ...]) -> Iterator[KernelCase]:
         """A matrix of `matrices` with every batch size; all share the copies of the matrix."""
@@ -87,9 +98,15 @@ class KernelCases:
         """Attention of one new token per sequence, over pages in random order."""
         spec, page_size = self.spec, self.page_size
         width = -(-context // page_size)
-        num_bytes = 2 * batch_size * context * spec.kv_size * self.dtype.itemsize
+        num_bytes = kv_bytes(
+            2 * batch_size * context * spec.kv_size,
+            spec.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_cache_dtype="fp8" if self.is_fp8 else "auto",
+        )
         num_pages = batch_size * width + 1
-        caches = self._copies(2, num_pages, spec.num_kv_heads, page_size, spec.head_dim, num_bytes=num_bytes)
+        copies = self._copies(2, num_pages, spec.num_kv_heads, page_size, spec.head_dim, num_bytes=num_bytes)
+        caches = [self._stored(copy) for copy in copies]
         table = (torch.randperm(batch_size * width, device=self.device) + 1).view(batch_size, width)
         lens = torch.full((batch_size,), context, device=self.device)
         q = self._random(batch_size, spec.num_heads, spec.head_dim)
@@ -102,7 +119,14 @@ class KernelCases:
             return [paged_decode_attention(q, k, v, contexts, scale) for k, v in caches]
 
         line = {"kernel": "attention", "batch_size": batch_size, "context": context}
-        return self._case(line, caches, launch, None, num_bytes=num_bytes)
+        return self._case(line, copies, launch, None, num_bytes=num_bytes)
+
+    def _stored(self, caches: Tensor) -> tuple[Cache, Cache]:
+        """k and v of [2, ...]."""
+        if not self.is_fp8:
+            return caches[0], caches[1]
+        k, v = (Fp8Cache(*quantise_rows(cache), self.dtype) for cache in caches)
+        return k, v
 
     def draw(self, batch_size: int) -> KernelCase:
         """Drawing tokens from logits by temperature."""
@@ -121,7 +145,7 @@ class KernelCases:
         if batch_size > MAX_SMALL_ROWS and runs_triton(x):
             return self._tiled_product(name, x, weights)
         norm = torch.ones(spec.hidden_size, device=self.device)
-        if name == "qkv":
+        if name == "qkv" and not self.is_fp8:
             cos_sin = torch.randn(batch_size, spec.rope.rotary_dim, device=self.device)
             places = torch.arange(batch_size, device=self.device)
             num_pages = -(-batch_size // self.page_size)
@@ -130,12 +154,12 @@ class KernelCases:
             rest = (bias, norm, spec.rms_norm_eps, cos_sin, places, places, k, v, spec.num_heads)
             return lambda pdl: [qkv_rope_and_cache(x, weight, *rest, pdl) for weight in weights]
         options: dict[str, Any] = {}
-        if name in ("gate_up", "lm_head"):
+        if name in ("qkv", "gate_up", "lm_head"):
             options |= {"norm_weight": norm, "eps": spec.rms_norm_eps}
         else:
             options["residual"] = self._random(batch_size, spec.hidden_size)
         options["gated"] = name == "gate_up"
-        options["out_dtype"] = torch.float32 if name == "lm_head" else None
+        options["out_dtype"] = torch.float32 if name in ("qkv", "lm_head") else None
         return lambda pdl: [norm_linear(x, weight, **options, pdl=pdl) for weight in weights]
 
     def _tiled_product(self, name: str, x: Tensor, weights: list[Tensor]) -> Callable[[bool], list[Tensor]]:
