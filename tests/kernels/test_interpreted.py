@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Whole models of every family: minutes.
-SLOW = {"test_chain_families"}
+# Whole models: minutes.
+SLOW = {"test_chain_families", "test_fp8_chain"}
 GPU_TESTS = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
     for path in sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
