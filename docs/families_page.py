@@ -34,6 +34,9 @@ PATHS = """\
 families decode by one compiled function, and the others through `models/decoder.py` operator by operator. A
 window as long as the model's context is no window; one as long as `max_model_len` hides nothing, but on a CPU
 its model goes by operator all the same.
+
+**Pages.** Where every layer has a window (Mistral 7B v0.1, Mixtral with one, Phi-3 mini), pages that slid out
+of it go back to the pool, so a sequence holds the pages of its window however long it gets.
 """
 
 LONG_ROPE = """\
@@ -51,8 +54,8 @@ its window and, where one is stated, than the length its RoPE is scaled from.
 - *GGUF*: the same logits from a GGUF file of the model, where the format can describe it.
 
 Real weights: SmolLM2-135M (bundled) and Gemma 3 270M (Q4_K_M) give the greedy text of transformers from the
-same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (181) and of SentencePiece
-(280).
+same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (205) and of SentencePiece
+(304); 24 of each have control tokens that are to stay plain text.
 """
 
 

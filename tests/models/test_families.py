@@ -112,6 +112,12 @@ def test_the_text_part_of_a_multimodal_model_is_a_model_of_its_family() -> None:
     assert spec_from_hf_config(whole) == read("gemma3", torch_dtype="bfloat16", **text)
 
 
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"])
+def test_other_multimodal_models_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ModelError, match=name):
+        spec_from_hf_config({"architectures": [name], "text_config": {"model_type": "mistral"}})
+
+
 @pytest.mark.parametrize("text", [None, {"model_type": "qwen2"}, "gemma3_text"])
 def test_a_multimodal_model_with_another_text_part_is_refused(text: Any) -> None:
     with pytest.raises(ModelError, match="text_config"):

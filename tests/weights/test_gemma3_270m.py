@@ -74,3 +74,11 @@ def test_texts_have_the_token_ids_of_sentencepiece(path: str) -> None:
     for text, ids in zip(recorded["texts"], recorded["ids"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.encode(text)[0] == tokenizer.bos_token_id
+
+
+def test_control_tokens_in_plain_text_have_the_ids_of_sentencepiece(path: str) -> None:
+    """To the SentencePiece library control tokens in text are text."""
+    tokenizer = open_checkpoint(path).load_tokenizer()
+    recorded = json.loads(RECORDED.with_name("written_control_tokens.json").read_text(encoding="utf-8"))
+    for text, ids in zip(recorded["gemma3"]["texts"], recorded["gemma3"]["ids"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=False) == ids, text
