@@ -13,8 +13,9 @@ import time
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.engine_loop import EngineLoop
-from tiny_vllm.serving.engine_process import build_engine, warm_up
+from tiny_vllm.serving.engine_process import build_engine
 from tiny_vllm.serving.messages import Add, FromEngine, Quit, Report, ToEngine, Watch, encode
+from tiny_vllm.serving.warm_up import warm_up
 from tiny_vllm.types import Request, SamplingParams
 
 NUM_SEQUENCES = 16

@@ -21,11 +21,10 @@ import zmq
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.engine_loop import DrivenEngine, EngineLoop
 from tiny_vllm.serving.messages import Failed, Fault, FromEngine, Loading, Ready, Start, ToEngine, encode
-from tiny_vllm.types import Request, SamplingParams
+from tiny_vllm.serving.warm_up import warm_up
 
 PROGRESS_SECONDS = 0.1
 LINGER_MS = 2000
-WARM_UP_LEN = 64
 
 Progress = Callable[[int, int], None]
 Build = Callable[[EngineConfig, Progress], tuple[DrivenEngine, EngineConfig]]
@@ -67,18 +66,6 @@ def build_engine(config: EngineConfig, progress: Progress) -> tuple[DrivenEngine
 
     plan = build.plan_engine(config)
     return build.build_engine(plan, progress=progress), plan.config
-
-
-def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
-    """A prompt and a few tokens, so that no client waits for what is prepared when first used."""
-    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, detokenize=False)
-    # Long enough to leave the paths for a handful of tokens.
-    assert config.max_model_len is not None and config.num_pages is not None
-    room = min(config.max_model_len, config.num_pages * config.page_size)
-    prompt = (0,) * max(1, min(WARM_UP_LEN, room - 4))
-    engine.add(Request("warm-up", prompt, params, time.monotonic(), cache_salt="warm-up"))
-    while engine.has_work:
-        engine.step()
 
 
 def main(arguments: Sequence[str], build: Build = build_engine) -> int:

@@ -1,0 +1,31 @@
+"""What runs before a server says that it is ready."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.engines import FakeEngine
+from tiny_vllm.serving.warm_up import warm_up
+
+
+@pytest.mark.parametrize("num_steps_ahead", [0, 1])
+@pytest.mark.parametrize(("num_slots", "sizes"), [(1, {1}), (5, {1, 2, 4, 5}), (16, {1, 2, 4, 8, 16})])
+def test_every_power_of_two_of_sequences_has_decoded_together(
+    num_slots: int, sizes: set[int], num_steps_ahead: int
+) -> None:
+    fake = FakeEngine(max_num_seqs=num_slots, num_steps_ahead=num_steps_ahead)
+    warm_up(fake.engine, fake.engine.config)
+    plans = fake.executor.plans
+    assert {len(plan.decode_slots) for plan in plans if not plan.chunks} >= sizes
+    assert max(len(chunk.token_ids) for plan in plans for chunk in plan.chunks) == 64
+    assert not fake.engine.has_work and fake.engine.stats().num_used_pages == 0
+    assert fake.engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "options", [dict(num_pages=3), dict(max_model_len=2), dict(num_pages=1, page_size=1)]
+)
+def test_small_pools_and_short_contexts_are_warmed_up_as_far_as_they_go(options: dict[str, int]) -> None:
+    fake = FakeEngine(max_num_seqs=8, **options)
+    warm_up(fake.engine, fake.engine.config)
+    assert fake.executor.plans and not fake.engine.has_work
