@@ -123,7 +123,8 @@ class Setup:
 
 
 def pdl_options() -> list[bool]:
-    return [False] if INTERPRETED or not has_pdl(torch.device("cuda")) else [False, True]
+    has_gpu = torch.cuda.is_available() and not INTERPRETED
+    return [False, True] if has_gpu and has_pdl(torch.device("cuda")) else [False]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gpu.test_attention import Pages
+from tiny_vllm.kernels import prefill_attention
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import (
@@ -21,7 +22,6 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
     is_hopper,
     obstacle,
 )
-from tiny_vllm.kernels.prefill_attention import attend_fast
 
 pytestmark = pytest.mark.gpu
 
@@ -163,5 +163,6 @@ def test_the_engine_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPat
         return taken[-1]
 
     monkeypatch.setattr(launch, "attend", note)
-    case.check(attend_fast(*case.arguments))
+    monkeypatch.setattr(prefill_attention, "TAKES_HOPPER_KERNEL", True)
+    case.check(prefill_attention.attend_fast(*case.arguments))
     assert len(taken) == 1
