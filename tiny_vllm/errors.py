@@ -4,6 +4,7 @@
     ├── ConfigError      an engine option is wrong, unknown or does not fit this machine
     ├── ModelError       a checkpoint is unsupported, incomplete or damaged
     ├── RequestError     one request is invalid (HTTP 400)
+    │   └── PromptTooLong
     ├── CapacityError    valid, but there is no room now (HTTP 429 / 503)
     └── EngineDead       the engine loop has stopped (HTTP 503)
 
@@ -33,6 +34,10 @@ class ModelError(TinyVLLMError, ValueError):
 
 class RequestError(TinyVLLMError, ValueError):
     """One request is invalid. Nothing else is affected."""
+
+
+class PromptTooLong(RequestError):
+    """A prompt has more tokens than the context or the page pool holds."""
 
 
 class CapacityError(TinyVLLMError, ValueError):

@@ -19,7 +19,7 @@ import numpy as np
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.engine.sequence import SequenceState
-from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, RequestError
+from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, PromptTooLong
 from tiny_vllm.serving.engine_process import main
 from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 
@@ -57,7 +57,7 @@ class StubEngine:
     def add(self, request: Request) -> None:
         assert self.config.num_pages
         if len(request.prompt_token_ids) > self.config.num_pages * PAGE_SIZE:
-            raise RequestError("the prompt can never fit", hint="shorten it")
+            raise PromptTooLong("the prompt can never fit", hint="shorten it")
         limit = self.config.max_queue_len
         assert self.config.max_num_seqs
         # As in the engine, those that find a free slot do not count as a queue.

@@ -121,6 +121,45 @@ def test_unknown_paths_and_methods(server: RunningServer) -> None:
     assert "GET is not possible" in server.get("/v1/completions").error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [5] * 64}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 63}, "prompt"),  # more than the pool of the engine
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 99}]}, "messages"),
+        ("/v1/embeddings", {"input": [5] * 64}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+    ],
+)
+def test_faults_of_a_prompt_name_its_parameter(
+    server: RunningServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    assert server.post(path, body).error["param"] == param
+
+
+def test_of_several_prompts_the_wrong_one_is_told(server: RunningServer) -> None:
+    error = server.complete([[5], [6], [7] * 64]).error
+    assert error["message"].startswith("prompt[2] has 64 tokens")
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert (
+        server.post("/v1/embeddings", {"input": ["a", ""]}).error["message"].startswith("input[1] is empty")
+    )
+    assert server.complete([[5], [6]], n=99).error["message"].startswith("n is 99")
+
+
+def test_a_parameter_of_another_endpoint_is_told_as_such(server: RunningServer) -> None:
+    error = server.post("/v1/chat/completions", {"messages": MESSAGES, "prompt": "x"}).error
+    assert (error["param"], error["code"]) == ("prompt", "unknown_parameter")
+    assert "other endpoints" in error["message"] and "did you mean" not in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/"])
+def test_probes_may_ask_for_the_head_alone(server: RunningServer, path: str) -> None:
+    answer = server.request("HEAD", path)
+    assert (answer.status, answer.data) == (200, b"")
+
+
 BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens negative": ({"max_tokens": -1}, "max_tokens is -1"),
     "max_tokens float": ({"max_tokens": 1.5}, "max_tokens"),

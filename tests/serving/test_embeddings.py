@@ -110,7 +110,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input": None}, "input must be a string"),
     "empty list": ({"input": []}, "the prompt is empty"),
     "empty text": ({"input": ""}, "the prompt is empty"),
-    "empty among others": ({"input": ["a", ""]}, "the prompt is empty"),
+    "empty among others": ({"input": ["a", ""]}, "input[1] is empty"),
     "an object": ({"input": {}}, "input must be a string"),
     "mixed": ({"input": [5, "a"]}, "input mixes token ids with prompts"),
     "nested": ({"input": [[[5]]]}, "not a token id"),

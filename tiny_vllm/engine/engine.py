@@ -20,7 +20,7 @@ from tiny_vllm.engine.scheduler import Scheduler
 from tiny_vllm.engine.seeds import mix
 from tiny_vllm.engine.sequence import Sequence, SequenceState
 from tiny_vllm.engine.waiting import queue_key
-from tiny_vllm.errors import CapacityError, EngineDead, RequestError
+from tiny_vllm.errors import CapacityError, EngineDead, PromptTooLong, RequestError
 from tiny_vllm.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -280,13 +280,13 @@ class Engine:
         if prompt_len == 0:
             raise RequestError("the prompt has no tokens", hint="send at least one")
         if prompt_len >= self._max_model_len:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens, but prompt plus output may have "
                 f"{self._max_model_len}, so at most {self._max_model_len - 1} for the prompt",
                 hint="shorten the prompt or raise max_model_len",
             )
         if not self.scheduler.can_ever_fit(prompt_len):
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens, but the page pool holds "
                 f"{self.scheduler.pool.num_pages * self.config.page_size}",
                 hint="shorten the prompt or raise num_pages",

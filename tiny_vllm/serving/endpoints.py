@@ -105,6 +105,7 @@ class Endpoints:
 
     async def _read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
         """The body of a call. Raises ApiError also if it is for another model."""
+        http.state.prompt_name = body_class.PROMPT_NAME
         body = await self._bodies.read(http, body_class)
         self._service.check_model(body.model)
         return body

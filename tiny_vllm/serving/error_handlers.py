@@ -22,7 +22,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def _ours(http: Request, error: Exception) -> Response:
     assert isinstance(error, TinyVLLMError)
-    return error_response(api_error(error))
+    return error_response(api_error(error, getattr(http.state, "prompt_name", None)))
 
 
 async def _api(http: Request, error: Exception) -> Response:

@@ -9,14 +9,16 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from tiny_vllm.errors import CapacityError, EngineDead, RequestError, TinyVLLMError
+from tiny_vllm.errors import CapacityError, EngineDead, PromptTooLong, RequestError, TinyVLLMError
 from tiny_vllm.types import SAMPLING_FIELDS
 
 MAX_MESSAGE_LEN = 1000
 MAX_PLACE_LEN = 100
 MAX_SHOWN_ERRORS = 5
 RETRY_SECONDS = "1"
-PARAMETERS = frozenset({*SAMPLING_FIELDS, "cache_salt", "dimensions", "messages", "priority"})
+PARAMETERS = frozenset(
+    {*SAMPLING_FIELDS, "cache_salt", "dimensions", "input", "messages", "priority", "prompt", "tokens"}
+)
 
 
 class ApiError(Exception):
@@ -47,11 +49,12 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
 
-def api_error(error: TinyVLLMError) -> ApiError:
-    """The answer to a request that met this error."""
+def api_error(error: TinyVLLMError, prompt_name: str | None = None) -> ApiError:
+    """The answer to a request that met this error. prompt_name: the parameter that prompts came in."""
     match error:
         case RequestError():
-            return ApiError(400, str(error), param=_parameter_in(error.message))
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            return ApiError(400, str(error), param=_parameter_in(error.message, prompt_name), code=code)
         case CapacityError():
             return overloaded(str(error))
         case EngineDead():
@@ -65,10 +68,12 @@ def api_error(error: TinyVLLMError) -> ApiError:
     return ApiError(500, str(error), kind="server_error")
 
 
-def _parameter_in(message: str) -> str | None:
+def _parameter_in(message: str, prompt_name: str | None) -> str | None:
     """The parameter at fault: messages begin with the name of what is wrong, if it has one."""
-    name = re.match(r"\w*", message)
-    return name[0] if name is not None and name[0] in PARAMETERS else None
+    if message.startswith("the prompt "):
+        return prompt_name
+    name = re.match(r"(?:a token id in )?(\w*)", message)
+    return name[1] if name is not None and name[1] in PARAMETERS else None
 
 
 def overloaded(message: str) -> ApiError:

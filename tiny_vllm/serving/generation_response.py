@@ -86,7 +86,8 @@ class GenerationResponse(Response):
         except ApiError as error:
             await self._send_error(error, scope, receive, send)
         except TinyVLLMError as error:
-            await self._send_error(api_error(error), scope, receive, send)
+            prompt_name = scope["state"]["prompt_name"]
+            await self._send_error(api_error(error, prompt_name), scope, receive, send)
         except TimeoutError:
             late = ApiError(
                 504,

@@ -11,7 +11,15 @@ import msgspec
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
-from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, ModelError, RequestError, TinyVLLMError
+from tiny_vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDead,
+    ModelError,
+    PromptTooLong,
+    RequestError,
+    TinyVLLMError,
+)
 from tiny_vllm.types import Request, TokenEvent
 
 
@@ -122,7 +130,7 @@ class Fault(msgspec.Struct):
         """The error to raise here. Whatever is none of ours means that the engine is dead."""
         known = {
             error.__name__: error
-            for error in (RequestError, CapacityError, ConfigError, ModelError, EngineDead)
+            for error in (RequestError, PromptTooLong, CapacityError, ConfigError, ModelError, EngineDead)
         }
         if self.kind in known:
             return known[self.kind](self.message, hint=self.hint)

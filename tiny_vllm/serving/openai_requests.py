@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,9 @@ class RequestMaker:
         requests: list[PreparedRequest] = []
         prompts = self._prompts("prompt", body.prompt)
         for place, prompt in enumerate(prompts):
-            token_ids = self._token_ids(prompt, body)
-            prepared = self.builder.build(token_ids, params, **self._options(body, call, place))
+            with _naming_prompt("prompt", place, len(prompts)):
+                token_ids = self._token_ids(prompt, body)
+                prepared = self.builder.build(token_ids, params, **self._options(body, call, place))
             if place == 0:
                 _check_lists(prepared.request, len(prompts))
             requests.append(_with_text(prepared, prompt))
@@ -77,9 +79,12 @@ class RequestMaker:
     def embeddings(self, body: EmbeddingBody, pooling: Pooling, call: Call) -> list[PreparedRequest]:
         """One request per prompt. Raises ApiError or RequestError."""
         requests = []
-        for place, prompt in enumerate(self._prompts("input", body.input)):
-            token_ids = self._token_ids(prompt, body)
-            prepared = self.builder.build_embedding(token_ids, pooling, **self._options(body, call, place))
+        prompts = self._prompts("input", body.input)
+        for place, prompt in enumerate(prompts):
+            options = self._options(body, call, place)
+            with _naming_prompt("input", place, len(prompts)):
+                token_ids = self._token_ids(prompt, body)
+                prepared = self.builder.build_embedding(token_ids, pooling, **options)
             requests.append(_with_text(prepared, prompt))
         return requests
 
@@ -202,6 +207,18 @@ class RequestMaker:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer", hint="send token ids")
         return self.tokenizer
+
+
+@contextmanager
+def _naming_prompt(name: str, place: int, num_prompts: int) -> Iterator[None]:
+    """Has errors say which of a call's prompts is wrong."""
+    try:
+        yield
+    except RequestError as error:
+        what, found, fault = error.message.partition("the prompt ")
+        if num_prompts == 1 or what or not found:
+            raise
+        raise type(error)(f"{name}[{place}] {fault}", hint=error.hint) from None
 
 
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:

@@ -89,8 +89,13 @@ IGNORED: Mapping[str, str] = {
 }
 
 
-def check_unsupported(extras: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse what a request brings beside the fields of its schema. Raises ApiError naming the first."""
+def check_unsupported(
+    extras: Mapping[str, Any], known: Collection[str], elsewhere: Collection[str] = ()
+) -> None:
+    """Refuse what a request brings beside the fields of its schema. Raises ApiError naming the first.
+
+    known: the fields. elsewhere: those of all endpoints.
+    """
     for name, value in extras.items():
         if name in IGNORED:
             continue
@@ -99,6 +104,8 @@ def check_unsupported(extras: Mapping[str, Any], known: Collection[str]) -> None
         if refused is None:
             close = difflib.get_close_matches(shown, [*known, *REFUSED, *IGNORED], n=1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
+            if name in elsewhere:
+                hint = "only other endpoints have it"
             raise ApiError(
                 400, f"unknown parameter {shown!r}\nhint: {hint}", param=shown, code="unknown_parameter"
             )

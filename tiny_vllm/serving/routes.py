@@ -41,6 +41,10 @@ class Routes:
 
     def get(self, path: str, endpoint: Any, summary: str, media_type: str = JSON) -> None:
         self._add(path, endpoint, summary, (media_type,), methods=["GET"])
+        if media_type != SSE:  # a stream has no end to tell
+            self._app.add_api_route(
+                path, endpoint, methods=["HEAD"], include_in_schema=False, response_class=Response
+            )
 
     def post(self, path: str, endpoint: Any, body: type[Body], summary: str, *more_types: str) -> None:
         """more_types: media types of the answer beside JSON. The endpoint reads the body itself."""

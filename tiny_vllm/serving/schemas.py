@@ -73,11 +73,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    # What errors call a prompt.
+    PROMPT_NAME: ClassVar[str] = "prompt"
+
     model: str | None = Field(None, description="one of /v1/models; the served model if left out")
 
     def check_extras(self) -> None:
         """Raises ApiError for parameters that are unknown or cannot be honoured."""
-        check_unsupported(self.model_extra or {}, type(self).model_fields)
+        elsewhere = {name for body in BODIES for name in body.model_fields}
+        check_unsupported(self.model_extra or {}, type(self).model_fields, elsewhere)
 
 
 ADD_SPECIAL = "begin text prompts with BOS (default: true)"
@@ -162,6 +166,8 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
+    PROMPT_NAME = "messages"
+
     messages: MessagesField
     max_completion_tokens: Integer | None = _documented(0, description="most tokens per choice")
     logprobs: bool | None = Field(None, description="in a chat, yes or no")
@@ -172,6 +178,8 @@ class ChatBody(GenerationBody):
 
 class EmbeddingBody(RequestBody):
     """Body of /v1/embeddings."""
+
+    PROMPT_NAME = "input"
 
     input: PromptField = Field(description="text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -205,6 +213,7 @@ class DetokenizeBody(Body):
     tokens: Ids
 
 
+BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.chat_template import Message
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, Request, SamplingParams
@@ -226,8 +226,9 @@ class RequestBuilder:
         limit = self._max_model_len
         room = limit - prompt_len
         if room <= 0:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens, but must be shorter than the context ({limit} tokens)",
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens, but must be shorter than the context: "
+                f"this model's maximum context length is {limit} tokens",
                 hint="shorten the prompt or raise max_model_len",
             )
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
