@@ -47,6 +47,10 @@ def test_options_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> Non
         {"api_key": ("ä",)},
         {"api_key": "key"},
         {"cors_origin": (5,)},
+        {"cors_origin": ("example.org",)},
+        {"cors_origin": ("https://example.org/",)},
+        {"cors_origin": ("https://example.org/page",)},
+        {"served_model_name": " "},
         {"separate_keys": True},
         {"host": None},
     ],
@@ -54,3 +58,13 @@ def test_options_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_values_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerConfig(**options)
+
+
+def test_an_unset_variable_for_a_key_is_told_as_what_it_is() -> None:
+    with pytest.raises(ConfigError, match="api_key has an empty entry"):
+        ServerConfig(api_key=("",))
+
+
+def test_origins_are_as_browsers_send_them() -> None:
+    origins = ("*", "null", "http://localhost:3000", "https://example.org", "http://[::1]:8080")
+    assert ServerConfig(cors_origin=origins).cors_origin == origins

@@ -143,6 +143,7 @@ def test_metrics_have_vllms_names_and_add_up(server: RunningServer) -> None:
     }.items():
         assert after[name] - before[name] == growth, name
     names = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    names |= {"tiny_vllm:engine_restarts_total", "process_open_fds", "process_resident_memory_bytes"}
     names |= {"vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"}
     assert names <= set(after)
     aborted = (
@@ -173,6 +174,7 @@ def test_a_dead_engine_is_503_and_then_replaced(action: int, is_streamed: bool) 
         assert server.complete([5], stream=True).status == 503
         wait_until(lambda: server.get("/health").status == 200)
         assert server.service.engine.num_restarts == 1
+        assert b"\ntiny_vllm:engine_restarts_total 1.0\n" in server.get("/metrics").data
         server.assert_alive()
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -91,6 +92,25 @@ def test_a_server_answers_and_stops_on_sigterm_with_code_0(checkpoint: Path) -> 
         assert process.wait(20) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
         assert not Path(f"/proc/{engines[0]}").exists()
+
+
+def test_a_second_signal_ends_a_busy_server_at_once_and_in_order(checkpoint: Path) -> None:
+    with serving(str(checkpoint), "--max-model-len", "256") as (process, url):
+        wait_until(lambda: call(f"{url}/ready")[0] == 200, 60)
+        (engine,) = engine_processes(process.pid)
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 64}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=20) as response:
+            response.readline()
+            for _ in range(2):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(20) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        assert not Path(f"/proc/{engine}").exists()
 
 
 PARENT = """

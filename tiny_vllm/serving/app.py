@@ -36,7 +36,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
         try:
             yield
         finally:
-            await service.engine.close()
+            await service.engine.close(at_once=service.must_end_at_once)
             await supervisor
             endpoints.close()
 

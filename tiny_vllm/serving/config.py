@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import Pooling
 
 API_KEY_VARIABLE = "TINY_VLLM_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def _option(default: Any, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -55,6 +57,14 @@ class ServerConfig:
                 _check_texts(option.name, value)
             else:
                 check_option(option.name, value, option.type, option.metadata)
+        for origin in self.cors_origin:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origin is {origin!r:.80}, but must be * or an origin as browsers send it",
+                    hint="https://example.org, with the port if there is one, and no path",
+                )
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError("served_model_name is empty", hint="leave it out for the model's own")
         if self.separate_keys and not self.api_key:
             raise ConfigError(
                 "separate_keys is on, but there is no API key",
@@ -70,5 +80,9 @@ def _check_texts(name: str, values: object) -> None:
     if not isinstance(values, tuple):
         raise ConfigError(f"{name} is {values!r:.80}, but must be a tuple of strings")
     for value in values:
-        if not isinstance(value, str) or not value.isascii() or not value.strip():
+        if value == "" or (isinstance(value, str) and value.isspace()):
+            raise ConfigError(
+                f"{name} has an empty entry", hint="leave it out, or set the variable it is from"
+            )
+        if not isinstance(value, str) or not value.isascii():
             raise ConfigError(f"{name} has an entry that is no ASCII text", hint="leave it out")

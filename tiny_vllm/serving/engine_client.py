@@ -212,12 +212,12 @@ class EngineClient:
                 await asyncio.wait_for(self._closing.wait(), delay)
             delay = min(2 * delay, MAX_RESTART_DELAY)
 
-    async def close(self) -> None:
-        """End the engine process; unfinished requests fail."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the engine process; unfinished requests fail. at_once: do not wait until it ends by itself."""
         self.state = EngineState.CLOSED
         self._fail_everything()
         self._closing.set()
-        await self._child.end(QUIT_SECONDS if self.ready is not None else 0.0)
+        await self._child.end(QUIT_SECONDS if self.ready is not None and not at_once else 0.0)
 
     def _new_child(self) -> EngineChild:
         return EngineChild(self._command, self._start, self._take)

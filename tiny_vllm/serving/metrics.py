@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tiny_vllm.engine.engine import EngineStats
@@ -20,17 +20,21 @@ TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 class Metrics:
     """The metrics of one server, in a registry of their own.
 
-    model_name: the label of every metric. stats: the engine's last numbers, None while there are none.
+    model_name: the label of every metric of the model. stats: the engine's last numbers, None while there are
+    none. num_restarts: how often a new engine process was started.
     num_prompt_tokens, num_generated_tokens: of prompts that have their first token or need none, and in all.
     recent_first_token_seconds: times to the first token of the last requests.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats | None], num_restarts: Callable[[], int]
+    ) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
-        self._registry.register(_EngineCollector(model_name, stats))
+        self._registry.register(_EngineCollector(model_name, stats, num_restarts))
+        ProcessCollector(registry=self._registry)  # of the API process
         self._last_times: dict[tuple[str, int], float] = {}
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -144,11 +148,19 @@ class Metrics:
 class _EngineCollector:
     """The engine's own numbers, read when the page is asked for."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats | None], num_restarts: Callable[[], int]
+    ) -> None:
         self._model_name = model_name
         self._stats = stats
+        self._num_restarts = num_restarts
 
     def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "tiny_vllm:engine_restarts",
+            "Engine processes started because one had died.",
+            value=self._num_restarts(),
+        )
         stats = self._stats()
         if stats is None:
             return

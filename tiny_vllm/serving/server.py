@@ -132,6 +132,13 @@ class Server(uvicorn.Server):
         self._service.is_draining = True
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, but the application also ends in order after a second signal."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            self._service.must_end_at_once = True
+            await self.lifespan.shutdown()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn does it, but a stop that was asked for is no failure: signals are not raised again."""

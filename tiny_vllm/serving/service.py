@@ -56,9 +56,14 @@ class Service:
         self.model = model
         self.created = int(time.time())
         self.is_draining = False
+        self.must_end_at_once = False
         self.num_viewers = 0
         self.has_been_ready = False
-        self.metrics = Metrics(model.name, lambda: self.engine.stats)
+        self.metrics = Metrics(
+            model.name,
+            lambda: self.engine.stats,
+            lambda: self.engine.num_restarts,
+        )
         self.admission = Admission(config.max_requests, config.max_requests_per_key)
         self.engine = EngineClient(
             engine_config,
