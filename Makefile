@@ -33,11 +33,11 @@ demo: $(READY)
 	@$(BIN)/python -m tiny_vllm demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # pytest exits with 5 when no test carries the marker.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m 'slow and not gpu and not multi_gpu' || \
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not multi_gpu' || \
 	  { code=$$?; [ $$code = 5 ] && echo 'no test is marked slow'; [ $$code = 5 ]; }
 
 check: $(READY)
