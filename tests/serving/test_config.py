@@ -52,6 +52,7 @@ def test_options_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> Non
         {"cors_origin": ("https://example.org/page",)},
         {"served_model_name": " "},
         {"separate_keys": True},
+        {"max_requests_per_key": 2},
         {"host": None},
     ],
 )

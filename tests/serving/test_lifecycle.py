@@ -255,6 +255,9 @@ def test_web_pages_of_other_origins_need_permission() -> None:
         assert server.request("OPTIONS", "/v1/completions", headers=origin).status == 200
         answer = server.get("/health", headers=origin)
         assert answer.headers["access-control-allow-origin"] == "http://friend"
+        # Without this, a page cannot read when to come back, nor which id to complain about.
+        shown = answer.headers["access-control-expose-headers"].lower()
+        assert "retry-after" in shown and "x-request-id" in shown
         stranger = server.get("/health", headers={"origin": "http://stranger"})
         assert "access-control-allow-origin" not in stranger.headers
 

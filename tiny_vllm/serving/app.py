@@ -59,6 +59,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
             allow_origins=service.config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
         )
     app.openapi = partial(_openapi, app, service, routes)  # type: ignore[method-assign]
     return app

@@ -65,10 +65,10 @@ class ServerConfig:
                 )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("served_model_name is empty", hint="leave it out for the model's own")
-        if self.separate_keys and not self.api_key:
+        if not self.api_key and (self.separate_keys or self.max_requests_per_key is not None):
+            name = "separate_keys" if self.separate_keys else "max_requests_per_key"
             raise ConfigError(
-                "separate_keys is on, but there is no API key",
-                hint=f"give --api-key or set {API_KEY_VARIABLE}",
+                f"{name} is on, but there is no API key", hint=f"give --api-key or set {API_KEY_VARIABLE}"
             )
 
 
