@@ -172,7 +172,7 @@ def test_an_eos_text_the_tokenizer_does_not_know_is_no_token(directory: Path) ->
 @pytest.mark.parametrize("value", ["2", -1, [1, None, "x"], 1.5, True])
 def test_an_eos_that_is_no_token_id_is_refused(value: Any, directory: Path) -> None:
     edit_json(directory / "generation_config.json", eos_token_id=value)
-    refused(directory, "generation_config.json: eos_token_id")
+    refused(directory, str(directory / "generation_config.json"), "generation_config.json: eos_token_id")
 
 
 def test_the_directory_has_its_tokenizer(single: Path) -> None:

@@ -101,7 +101,7 @@ def windows_by_type(
             raise fields.error("layer_types", types, f"{num_layers} times {FULL} or {SLIDING}")
         layers = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
         if layers and window is None:
-            raise ModelError("config.json: layer_types has sliding layers, but sliding_window is not set")
+            raise ModelError("layer_types has sliding layers, but sliding_window is not set")
         return (window, layers) if layers else (None, ())
 
     return read

@@ -14,20 +14,20 @@ _REQUIRED: Any = object()
 class Fields:
     """A missing or null value takes the default given with the question, else that of `defaults`, if any.
 
-    source: what the mapping is, for messages. prefix: stands before every name. Raises ModelError naming the
-    key.
+    source: what the mapping is, for messages, unless the caller says it. prefix: stands before every name.
+    Raises ModelError naming the key.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
-        source: str,
+        source: str = "",
         *,
         prefix: str = "",
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.values = values
-        self._source = source
+        self._of = source and f"{source}: "
         self._prefix = prefix
         self._defaults = defaults or {}
 
@@ -85,7 +85,7 @@ class Fields:
         return tuple(value)
 
     def error(self, name: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self._source}: {self._prefix}{name} is {value!r:.80}, but must be {expected}")
+        return ModelError(f"{self._of}{self._prefix}{name} is {value!r:.80}, but must be {expected}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(self._prefix + name)
@@ -96,5 +96,5 @@ class Fields:
         if default is not _REQUIRED:
             return default
         if name not in self._defaults:
-            raise ModelError(f"{self._source}: {self._prefix}{name} is missing")
+            raise ModelError(f"{self._of}{self._prefix}{name} is missing")
         return self._defaults[name]

@@ -37,7 +37,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     whoever reads the files replaces it by the type they hold. Raises ModelError naming the key.
     """
     family, config = family_of(config)
-    fields = Fields(config, "config.json", defaults={**LLAMA_DEFAULTS, **family.defaults})
+    fields = Fields(config, defaults={**LLAMA_DEFAULTS, **family.defaults})
     _refuse_unsupported(config, fields, family)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
@@ -91,7 +91,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
             if model_type in family.model_types:
                 return family, config
         raise ModelError(
-            f"config.json names no architecture and its model_type is {model_type!r:.80}",
+            f"no architecture is named, and model_type is {model_type!r:.80}",
             hint=f"supported: {', '.join(name for family in FAMILIES for name in family.model_types)}",
         )
     for family in FAMILIES:
@@ -115,7 +115,7 @@ def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]
     if not isinstance(text, Mapping) or text.get("model_type") not in family.model_types:
         kind = text.get("model_type") if isinstance(text, Mapping) else text
         raise ModelError(
-            f"config.json: the text_config of this {family.name} is of type {kind!r:.80}",
+            f"the text_config of this {family.name} is of type {kind!r:.80}",
             hint=f"supported: {', '.join(family.model_types)}",
         )
     # What the wrapper alone may say.

@@ -32,7 +32,7 @@ def hf_rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[
         flat["rope_theta"] = common["rope_theta"]
         flat.setdefault("partial_rotary_factor", common["partial_rotary_factor"])
     if len(given) == 2 and given[0] != given[1]:
-        raise ModelError("config.json: rope_scaling and rope_parameters contradict each other")
+        raise ModelError("rope_scaling and rope_parameters contradict each other")
     parameters = given[0] if given else {"rope_type": "default", **common}
     original = config.get("original_max_position_embeddings")
     if original is not None:
@@ -53,9 +53,7 @@ def hf_rope_parameters_by_type(
         sliding = {"rope_theta": sliding_theta if local is None else local}
         return hf_rope_parameters(config, default_theta), hf_rope_parameters(sliding, sliding_theta)
     if not isinstance(nested, Mapping) or not set(nested) <= {FULL, SLIDING}:
-        raise ModelError(
-            f"config.json: rope_parameters is {nested!r:.80}, but must hold {FULL} and {SLIDING} alone"
-        )
+        raise ModelError(f"rope_parameters is {nested!r:.80}, but must hold {FULL} and {SLIDING} alone")
     full, sliding = (
         hf_rope_parameters({"rope_parameters": nested.get(kind)}, theta)
         for kind, theta in ((FULL, default_theta), (SLIDING, sliding_theta))
@@ -66,12 +64,11 @@ def hf_rope_parameters_by_type(
 def _flat(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = config[key]
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json: {key} is {value!r:.80}, but must be an object")
+        raise ModelError(f"{key} is {value!r:.80}, but must be an object")
     nested = [name for name, inner in value.items() if isinstance(inner, Mapping)]
     if nested:
         raise ModelError(
-            f"config.json: {key} differs by layer type ({', '.join(nested)}), "
-            "which this architecture does not have"
+            f"{key} differs by layer type ({', '.join(nested)}), which this architecture does not have"
         )
     flat = dict(value)
     flat["rope_type"] = flat.get("rope_type", flat.get("type", "default"))

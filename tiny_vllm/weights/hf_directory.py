@@ -86,17 +86,19 @@ def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], Mapping[st
     return [directory / name for name in names], weight_map
 
 
-def token_ids(directory: Path | None, config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+def token_ids(directory: Path, config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
     """Ids of the "eos" or "bos" token, united from all of a directory's files in order of appearance.
 
     config: contents of config.json. directory: where generation_config.json and tokenizer_config.json are
-    looked for; None if there is none.
+    looked for.
     """
-    ids = list(_ids(config.get(f"{kind}_token_id"), f"{CONFIG}: {kind}_token_id"))
-    if directory is not None:
-        generation = read_optional_json(directory / "generation_config.json")
-        ids += _ids(generation.get(f"{kind}_token_id"), f"generation_config.json: {kind}_token_id")
-        ids += tokenizer_token_ids(directory, kind)
+    key = f"{kind}_token_id"
+    generation = directory / "generation_config.json"
+    ids = [
+        *_ids(config.get(key), f"{directory / CONFIG}: {key}"),
+        *_ids(read_optional_json(generation).get(key), f"{generation}: {key}"),
+        *tokenizer_token_ids(directory, kind),
+    ]
     return tuple(dict.fromkeys(ids))
 
 
