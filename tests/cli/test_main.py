@@ -116,3 +116,21 @@ def test_python_dash_m_is_the_same_command() -> None:
     )
     for command in ("generate", "chat", "demo", "bench", "info"):
         assert command in run.stdout
+
+
+@pytest.mark.parametrize("arguments", [["x"], ["x", "y"], ["x", "--json"]])
+def test_a_terminal_of_another_encoding_shows_what_it_can(arguments: list[str]) -> None:
+    code = (
+        "import sys; from tests.cli.fakes import FakeLLM; from tiny_vllm.cli import main, session\n"
+        "session.open_llm = lambda args: FakeLLM(words=('caf\\u00e9 ', '\\u4e16'))\n"
+        "sys.exit(main.main(['generate', *sys.argv[1:]]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert b"caf\xe9 ?" in run.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 from tiny_vllm.errors import TinyVLLMError
@@ -26,6 +27,9 @@ def guarded_stdout() -> Iterator[None]:
     # Python leaves None where the file descriptor was closed before it started.
     if sys.stdout is None:
         raise OutputError("stdout is closed")
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A model may write any character; where the locale has no such letter, "?" is better than nothing.
+        sys.stdout.reconfigure(errors="replace")
     guarded = _Guarded(sys.stdout)
     with redirect_stdout(cast(TextIO, guarded)):
         yield
