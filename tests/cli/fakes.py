@@ -34,6 +34,7 @@ class FakeLLM:
 
     words: tuple[str, ...] = ("Hello", " big", " world")
     error: Exception | None = None
+    finish_reason: str = "stop"
     before_word: Callable[[int], None] = lambda index: None
     asked: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
@@ -68,7 +69,7 @@ class FakeLLM:
                 is_last = index == len(self.words) - 1
                 choice = output.outputs[0]
                 choice.text += word
-                choice.finish_reason = "stop" if is_last else None
+                choice.finish_reason = self.finish_reason if is_last else None
                 is_complete = is_last
                 yield RequestUpdate(output, [ChoiceDelta(0, word, finish_reason=choice.finish_reason)])
         finally:
@@ -81,7 +82,7 @@ class FakeLLM:
         outputs = []
         for prompt in prompts:
             self.asked.append((prompt, sampling_params))
-            output = self._output(prompt, "".join(self.words), "stop")
+            output = self._output(prompt, "".join(self.words), self.finish_reason)
             output.outputs = [replace(output.outputs[0], index=index) for index in range(sampling_params.n)]
             outputs.append(output)
         return outputs

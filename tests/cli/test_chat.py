@@ -138,3 +138,11 @@ def test_more_than_one_choice_is_refused(
 ) -> None:
     assert chat(monkeypatch, "", "--n", "2") == 2
     assert "n is 2" in capsys.readouterr().err
+
+
+def test_an_answer_without_usable_numbers_is_an_error(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.finish_reason = "error"
+    assert chat(monkeypatch, "hi\n") == 2
+    assert capsys.readouterr().err.startswith("error: the model gave no usable numbers")

@@ -129,3 +129,15 @@ def test_sampling_options_reach_the_request(llm: FakeLLM) -> None:
     main(["generate", "a", "--temperature", "0", "--stop", "x", "--max-tokens", "9"])
     params = llm.asked[0][1]
     assert (params.temperature, params.stop, params.max_tokens) == (0.0, ("x",), 9)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--n", "2"], ["another"]])
+def test_a_model_without_usable_numbers_is_an_error(
+    options: list[str], llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.finish_reason = "error"
+    assert main(["generate", "x", *options]) == 2
+    captured = capsys.readouterr()
+    assert "Hello big world" in captured.out
+    assert captured.err.startswith("error: the model gave no usable numbers")
+    assert "--dtype" in captured.err

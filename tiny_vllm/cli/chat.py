@@ -129,6 +129,7 @@ class Conversation:
             self.num_refused += 1
             return
         self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
+        session.check_usable([output])
         if interrupt.requested:
             _note("stopped")
         if self.show_stats:

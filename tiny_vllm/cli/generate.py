@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
                     print(*(choice.text for choice in output.outputs), sep="\n")
         if args.stats:
             print(stats_line(outputs, time.monotonic() - start), file=sys.stderr)
+        session.check_usable(outputs)
     return 0
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.options import engine_config
+from tiny_vllm.errors import ModelError
+from tiny_vllm.types import FinishReason
 
 if TYPE_CHECKING:
     from tiny_vllm.llm import LLM
@@ -42,6 +44,15 @@ def print_stream(
             break
     print(flush=True)
     return update.output
+
+
+def check_usable(outputs: Iterable[RequestOutput]) -> None:
+    """Raise ModelError if a choice ended because the model gave no usable logits."""
+    if any(choice.finish_reason == FinishReason.ERROR for output in outputs for choice in output.outputs):
+        raise ModelError(
+            "the model gave no usable numbers, so the text ends there",
+            hint="check its weights; one made for bfloat16 can overflow in float16: try --dtype bfloat16",
+        )
 
 
 class Interrupt:
