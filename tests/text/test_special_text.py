@@ -161,6 +161,11 @@ def test_a_role_is_a_name(tokenizer: Tokenizer, role: str) -> None:
         tokenizer.encode_messages([{"role": role, "content": "hi"}])
 
 
+def test_a_refusal_quotes_what_the_client_wrote(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\] has role '<s>', which is no name"):
+        tokenizer.encode_messages([{"role": "<s>", "content": "hi"}])
+
+
 def test_a_prompt_of_text_is_parsed_unless_told_otherwise(
     tokenizer: Tokenizer, without_control: Tokenizer
 ) -> None:

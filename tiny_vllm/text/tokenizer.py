@@ -103,8 +103,14 @@ class Tokenizer:
             text = self.chat_template.render(messages, **options)
             return text, self.encode_chat(text)
         mark, put = marking
-        messages, options["tools"], options["variables"] = (map_strings(value, put) for value in given)
-        marked = self.chat_template.render(messages, **options)
+        put_into = [map_strings(value, put) for value in given]
+        try:
+            marked = self.chat_template.render(
+                put_into[0], **{**options, "tools": put_into[1], "variables": put_into[2]}
+            )
+        except RequestError:
+            self.chat_template.render(messages, **options)  # Refused in the client's own words.
+            raise
         return marked.replace(mark, ""), self._with_bos(self._special_text.encode(marked, mark))
 
     def encode_chat(self, rendered: str) -> list[int]:
