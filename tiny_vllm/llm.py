@@ -94,6 +94,7 @@ class LLM:
         parse_special_tokens: take control tokens that are written out in a text as such.
         Raises RequestError before anything runs if any prompt is invalid.
         """
+        _check_flag("parse_special_tokens", parse_special_tokens)
         items = _as_prompts(prompts)
         build = partial(self._build_prompt, parse_special_tokens=parse_special_tokens)
         return self._run(items, build, sampling_params, SamplingParams(), priority, cache_salt, use_tqdm)
@@ -113,6 +114,7 @@ class LLM:
         Without sampling_params an answer may be as long as the context allows. Control tokens written out in
         messages are plain text, those of the template alone count, unless parse_special_tokens.
         """
+        _check_flag("parse_special_tokens", parse_special_tokens)
         items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)
         default = SamplingParams(max_tokens=None)
         build = partial(self._builder.build_chat, parse_special_tokens=parse_special_tokens)
@@ -137,6 +139,7 @@ class LLM:
         """
         params = EmbeddingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         params.check(self.spec.hidden_size)
+        _check_flag("parse_special_tokens", parse_special_tokens)
 
         def build(prompt: Any, sampling: SamplingParams, **options: Any) -> PreparedRequest:
             return self._builder.build_embedding(
@@ -168,6 +171,7 @@ class LLM:
         if _is_conversation(prompt):
             build, default = self._builder.build_chat, SamplingParams(max_tokens=None)
         if parse_special_tokens is not None:
+            _check_flag("parse_special_tokens", parse_special_tokens)
             build = partial(build, parse_special_tokens=parse_special_tokens)
         prepared = build(
             prompt,
@@ -368,6 +372,11 @@ def _plain_prompt(prompt: Any) -> Any:
             hint="decode bytes to text first",
         )
     return prompt
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r:.80}, but must be true or false")
 
 
 def _embedding(output: RequestOutput, params: EmbeddingParams) -> EmbeddingRequestOutput:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.llm_checks import greedy
-from tiny_vllm import LLM, ConfigError, EngineDead
+from tiny_vllm import LLM, ConfigError, EngineDead, RequestError
 
 
 def test_the_pool_can_be_sized_in_bytes(directory: Path) -> None:
@@ -64,3 +65,24 @@ def test_impossible_or_contradictory_options_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(directory), **options)
+
+
+def test_a_context_whose_tables_do_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    longer = tmp_path / "config.json"
+    longer.write_text(json.dumps(config | {"max_position_embeddings": 10**12}))
+    with pytest.raises(ConfigError, match=r"max_model_len is 1000000000000(.|\n)*hint: lower max_model_len"):
+        LLM(str(tmp_path), load_format="dummy")
+    with LLM(str(tmp_path), load_format="dummy", max_model_len=64) as llm:
+        assert len(llm.generate([[5, 6]], greedy(3))[0].outputs[0].token_ids) == 3
+
+
+def test_what_is_no_boolean_does_not_choose_how_text_is_parsed(directory: Path) -> None:
+    wrong: dict[str, Any] = {"parse_special_tokens": "no"}
+    refusal = "parse_special_tokens is 'no', but must be true or false"
+    with LLM(str(directory), num_pages=8) as llm:
+        for call in (llm.generate, llm.stream, llm.embed):
+            with pytest.raises(RequestError, match=refusal):
+                call([5, 6], **wrong)
+        with pytest.raises(RequestError, match=refusal):
+            llm.chat([{"role": "user", "content": "hi"}], **wrong)

@@ -130,7 +130,27 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
             hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len"
             + (", or set weight_tape=False" if tape.value else ""),
         )
+    held_here = weight_bytes + needed if free_bytes is None else 0
+    _check_tables(resolved, spec, available - held_here if available else None)
     return EnginePlan(checkpoint, resolved, (*choices, kv_cache, tape, fused), weight_bytes)
+
+
+def _check_tables(config: EngineConfig, spec: ModelSpec, host_bytes: int | None) -> None:
+    """Refuse a context whose tables of angles and pages need more main memory than there is (None: unknown).
+
+    They are made on the host. Angles are FP32, and while the last table is put together its parts, one and a
+    half times its size, are held beside it; a page number takes four bytes.
+    """
+    assert config.max_model_len is not None and config.max_num_seqs is not None
+    num_ropes = len({spec.layer_rope(index) for index in range(spec.num_layers)} | {spec.rope})
+    angles = config.max_model_len * spec.rope.rotary_dim * 4 * (num_ropes + 1.5)
+    pages = config.max_num_seqs * -(-config.max_model_len // config.page_size) * 4
+    if host_bytes is not None and angles + pages > host_bytes:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, whose rotary angles and page numbers take "
+            f"{(angles + pages) / GIB:.2f} GiB, but {max(host_bytes, 0) / GIB:.2f} GiB are available",
+            hint="lower max_model_len",
+        )
 
 
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
