@@ -5,8 +5,10 @@ from dataclasses import fields
 
 import pytest
 
+from tiny_vllm.cli.main import main
 from tiny_vllm.cli.options import (
     add_engine_options,
+    add_model_argument,
     add_sampling_options,
     engine_config,
     sampling_params,
@@ -32,6 +34,24 @@ def sampling(*arguments: str, **defaults: object) -> SamplingParams:
 def test_no_arguments_give_the_defaults_of_both_classes() -> None:
     assert engine() == EngineConfig()
     assert sampling() == SamplingParams()
+
+
+@pytest.mark.parametrize("arguments", [("a/b",), ("--model", "a/b"), ("--num-pages", "7", "a/b")])
+def test_the_model_may_be_named_without_its_option(arguments: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    add_model_argument(parser)
+    add_engine_options(parser)
+    assert engine_config(parser.parse_args(arguments)).model == "a/b"
+    with pytest.raises(ConfigError, match="the model is given twice"):
+        engine_config(parser.parse_args(["a", "--model", "b"]))
+
+
+@pytest.mark.parametrize("command", ["info", "chat", "serve"])
+def test_commands_that_take_no_other_argument_take_the_model(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "no/such/model"]) == 2
+    assert "error: there is no model at 'no/such/model'" in capsys.readouterr().err
 
 
 ENGINE_CASES = {

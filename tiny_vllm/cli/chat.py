@@ -12,6 +12,7 @@ from tiny_vllm.cli import session
 from tiny_vllm.cli.options import (
     add_common_options,
     add_engine_options,
+    add_model_argument,
     add_sampling_options,
     engine_config,
     sampling_params,
@@ -39,10 +40,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk with the model",
-        usage="%(prog)s [options]",
+        usage="%(prog)s [options] [MODEL]",
         description="Talk with the model. /help lists what can be typed beside messages.",
         allow_abbrev=False,
     )
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens per second and more on stderr")
     add_sampling_options(parser, DEFAULTS)

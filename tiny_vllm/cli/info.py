@@ -9,7 +9,12 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine
-from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
+from tiny_vllm.cli.options import (
+    add_common_options,
+    add_engine_options,
+    add_model_argument,
+    engine_config,
+)
 from tiny_vllm.config import GIB, EngineConfig, kv_bytes
 
 if TYPE_CHECKING:
@@ -20,10 +25,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="show the machine, the model and what the engine would choose",
-        usage="%(prog)s [options]",
+        usage="%(prog)s [options] [MODEL]",
         description="Show the machine, the model, the memory plan and every choice, without loading weights.",
         allow_abbrev=False,
     )
+    add_model_argument(parser)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)

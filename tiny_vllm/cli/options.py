@@ -13,6 +13,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from tiny_vllm.config import OPTION_KINDS, EngineConfig
+from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import SAMPLING_FIELDS, SamplingParams
 
 # `--seed` is the engine's: it already decides the tokens of every request that brings no seed.
@@ -26,6 +27,11 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-v", "--verbose", action="count", default=0, help="log what happens on stderr; -vv logs more"
     )
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The model as an argument of its own, for commands that take no other."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
@@ -65,9 +71,13 @@ def add_config_options(
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The validated engine options of a command line. Raises ConfigError."""
-    return EngineConfig.from_options(
-        {option.name: getattr(args, option.name) for option in fields(EngineConfig)}
-    )
+    options = {option.name: getattr(args, option.name) for option in fields(EngineConfig)}
+    model = getattr(args, "positional_model", None)
+    if model is not None:
+        if options["model"] is not None:
+            raise ConfigError("the model is given twice", hint="leave out --model")
+        options["model"] = model
+    return EngineConfig.from_options(options)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:

@@ -7,8 +7,13 @@ import logging
 from dataclasses import fields
 from typing import Any
 
-from tiny_vllm.cli.options import add_common_options, add_config_options, add_engine_options, engine_config
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.cli.options import (
+    add_common_options,
+    add_config_options,
+    add_engine_options,
+    add_model_argument,
+    engine_config,
+)
 from tiny_vllm.serving.config import ServerConfig, api_keys_from_environment
 
 DEFAULTS = {"max_queue_len": 4096}
@@ -22,9 +27,7 @@ def add_parser(commands: Any) -> None:
         description="Serve a model over HTTP with OpenAI's API, and a live picture of the engine at /.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "positional_model", nargs="?", metavar="MODEL", help="the same as --model: what to serve"
-    )
+    add_model_argument(parser)
     add_config_options(parser.add_argument_group("server options"), ServerConfig)
     add_engine_options(parser, DEFAULTS)
     add_common_options(parser)
@@ -32,10 +35,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.positional_model is not None:
-        if args.model is not None:
-            raise ConfigError("the model is given twice", hint="leave out --model")
-        args.model = args.positional_model
     config = server_config(args)
     options = engine_config(args)
     from tiny_vllm.serving.server import serve
