@@ -69,7 +69,7 @@ def test_new_requests_join_between_two_steps() -> None:
 def test_a_batch_is_taken_whole_or_not_at_all() -> None:
     channel, fake = run([Add(1, [request("a"), request("b", num_tokens=500)])])
     (refused,) = channel.of(Refused)
-    assert (refused.number, refused.error.kind) == (1, "RequestError")
+    assert (refused.number, refused.error.kind) == (1, "PromptTooLong")
     assert tokens_of(channel, "a") == [] and fake.engine.stats().num_running == 0
 
 

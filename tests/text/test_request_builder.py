@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
 from tiny_vllm.text.request_builder import RequestBuilder
@@ -122,7 +122,7 @@ def test_max_tokens_is_lowered_to_what_the_context_leaves(plain_tokenizer: Token
 def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(
     plain_tokenizer: Tokenizer, length: int, max_tokens: int | None
 ) -> None:
-    with pytest.raises(RequestError, match=rf"has {length} tokens, but must be shorter .*\(50 tokens\)"):
+    with pytest.raises(PromptTooLong, match=rf"has {length} tokens, but must be shorter .* is 50 tokens"):
         build(plain_tokenizer, [5] * length, max_tokens=max_tokens)
 
 
