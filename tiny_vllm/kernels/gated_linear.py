@@ -25,11 +25,9 @@ from tiny_vllm.kernels.gated_activation import activate, activate_ref
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     dot,
-    has_pdl,
     jit,
     launch_options,
     tl,
-    with_fallback,
 )
 
 
@@ -44,9 +42,6 @@ class GatedTiles:
     stages: int = 3
     num_warps: int = 8
     group: int = 8
-
-
-TILES = GatedTiles()
 
 
 def gated_linear_ref(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
@@ -94,7 +89,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def launch_gated_linear(x: Tensor, weight: Tensor, activation: str, tiles: GatedTiles) -> Tensor:
-    """As `gated_linear`, with these tiles."""
+    """x [M, K], weight [2N, K] -> [M, N] on a GPU with TMA; N in whole tiles. activation: see `activate`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     M, K = x.shape
@@ -120,24 +115,3 @@ def launch_gated_linear(x: Tensor, weight: Tensor, activation: str, tiles: Gated
         **launch_options(tiles.num_warps, num_stages=tiles.stages),
     )
     return y
-
-
-@with_fallback(gated_linear_ref)
-def _launch_gated_linear(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
-    return launch_gated_linear(x, weight, activation, TILES)
-
-
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes these: 16-bit types, whole tiles of columns, and a GPU with TMA."""
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[0] // 2 % TILES.block_n == 0
-        and weight.shape[1] % 8 == 0
-        and has_pdl(x.device)
-    )
-
-
-def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
-    """x [M, K], weight [2N, K] -> [M, N]. activation: see `activate`."""
-    op = _launch_gated_linear if takes(x, weight) else gated_linear_ref
-    return op(x, weight, activation)
