@@ -74,15 +74,12 @@ HOPPER_VARIANTS: Variants = {
 }
 # (rows, keys, warps, stages)
 TRITON_TILES = {
-    64: [
-        *((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
-        *((128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
-    ],
-    128: [
-        *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
-        *((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3)),
-    ],
+    64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+    128: [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
 }
+# Fewer, larger copies: what they gain is what the copying of small pages costs.
+OTHER_PAGE_SIZES = (32, 64)
+PAGED = ("1x2048", "1x8192")
 
 
 @dataclass(frozen=True)
@@ -105,13 +102,13 @@ class Problem:
         return float((actual.float() - self.expected).abs().max() / self.expected.abs().max())
 
 
-def make_problem(chunks: list[tuple[int, int]], head_dim: int) -> Problem:
-    widths = [-(-context // PAGE_SIZE) for _, context in chunks]
+def make_problem(chunks: list[tuple[int, int]], head_dim: int, page_size: int = PAGE_SIZE) -> Problem:
+    widths = [-(-context // page_size) for _, context in chunks]
     pages = torch.randperm(sum(widths), device=DEVICE) + 1
     table = torch.zeros(len(chunks), max(widths), dtype=torch.int64, device=DEVICE)
     for row, own in zip(table, pages.split(widths), strict=True):
         row[: len(own)] = own
-    shape = (2, sum(widths) + 1, KV_HEADS, PAGE_SIZE, head_dim)
+    shape = (2, sum(widths) + 1, KV_HEADS, page_size, head_dim)
     k_cache, v_cache = torch.randn(shape, device=DEVICE).bfloat16()
     lens = [chunk for chunk, _ in chunks]
     q = (2 * torch.randn(sum(lens), HEADS, head_dim, device=DEVICE)).bfloat16()
@@ -129,7 +126,7 @@ def make_problem(chunks: list[tuple[int, int]], head_dim: int) -> Problem:
 
 def gather(cache: Tensor, pages: Tensor, context: int) -> Tensor:
     """[context, Hkv, D]."""
-    rows = cache[pages[: -(-context // PAGE_SIZE)]].transpose(1, 2)
+    rows = cache[pages[: -(-context // cache.shape[2])]].transpose(1, 2)
     return rows.reshape(-1, *rows.shape[2:])[:context]
 
 
@@ -299,6 +296,15 @@ class Bench:
                     call = partial(launch_triton, tile, head_dim, arguments)
                     self.share(workload, head_dim, f"Triton {tile}", call)
 
+    def run_page_sizes(self) -> None:
+        for head_dim in HEAD_DIMS:
+            for workload in PAGED:
+                for page_size in OTHER_PAGE_SIZES:
+                    problem = make_problem(WORKLOADS[workload], head_dim, page_size)
+                    kernel = f"Hopper as chosen, pages of {page_size}"
+                    call = partial(attend_hopper, problem.arguments, None)
+                    time_call(self.report, problem, call, workload=workload, head_dim=head_dim, kernel=kernel)
+
     def share(self, workload: str, head_dim: int, kernel: str, call: Callable[[], Tensor]) -> None:
         rate = self.time(workload, head_dim, kernel, call)
         peer = self._peers.get((workload, head_dim))
@@ -368,7 +374,7 @@ def main() -> int:
                 for head_dim in HEAD_DIMS:
                     for tile in TRITON_TILES[head_dim]:
                         sweeps += [
-                            pool.submit(compile_triton, head_dim, tile, workload) for workload in SWEPT[:2]
+                            pool.submit(compile_triton, head_dim, tile, workload) for workload in SWEPT
                         ]
             report = Report(arguments.output)
             bench = Bench(report, start + arguments.seconds)
@@ -392,7 +398,8 @@ def main() -> int:
                 for future in sweeps:
                     future.exception()
                 report.section("Hopper variants", lambda: bench.run_hopper(HOPPER_VARIANTS, SWEPT))
-                report.section("Triton tiles", lambda: bench.run_triton(TRITON_TILES, SWEPT[:2]))
+                report.section("Triton tiles", lambda: bench.run_triton(TRITON_TILES, SWEPT))
+                report.section("page sizes", bench.run_page_sizes)
     report.write()
     print(f"{time.monotonic() - start:.0f} s", flush=True)
     return 1 if report.failures else 0

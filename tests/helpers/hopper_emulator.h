@@ -438,6 +438,7 @@ T exchange(T value, int lane_mask) {
   memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline bool is_elected() { return emulated::meet(0) && emulated::self->index % 32 == 0; }
 inline u32 broadcast(u32 value, int lane) { return (u32)emulated::meet(value)[lane]; }
 inline int shift_up(int value, int distance) {
   const int lane = emulated::self->index % 32;

@@ -1,8 +1,8 @@
 // Prefill attention for Hopper: what prefill_attention.py describes, with 16-bit values and heads of 64
 // or 128.
 //
-// A block works through tiles of ROWS rows, a row being a query of one of a KV head's GROUP heads. One
-// warp copies (TMA): a tile's rows of q into one of two buffers, and its keys and values, BLOCK_N at a
+// A block works through tiles of ROWS rows, a row being a query of one of a KV head's GROUP heads. Two
+// warps copy (TMA): a tile's rows of q into one of two buffers, and its keys and values, BLOCK_N at a
 // time, page by page, into two rings of STAGES. WARPGROUPS warpgroups compute, 64 rows each:
 //
 //     scores of keys j      tensor cores: queries and keys from shared memory
@@ -67,8 +67,8 @@ struct Shared {
   DEV u32 q_empty(int buffer) const { return barrier(FULL + buffer); }
   DEV u32 k_empty(int stage) const { return barrier(FULL + 2 + stage); }
   DEV u32 v_empty(int stage) const { return barrier(FULL + 2 + STAGES + stage); }
-  DEV u32 scratch() const { return barrier(2 * FULL); }           // a word per thread of a warpgroup
-  DEV u32 schedule() const { return scratch() + 128 * 4; }        // 33 words
+  DEV u32 scratch() const { return barrier(2 * FULL); }     // a word per thread of a warpgroup
+  DEV u32 schedule() const { return scratch() + 128 * 4; }  // 33 words
   static constexpr int FULL = 2 + 2 * STAGES;
 };
 
@@ -150,60 +150,58 @@ DEV bool find_tile(const Params& p, u32 schedule, int round, int lane, Tile& til
   return true;
 }
 
-// The number of this lane's page of keys j, and how many pages there are.
-DEV u32 load_page(const TABLE* table, int context_len, int j, int lane) {
-  const int page = j * PAGES + lane;
-  return lane < PAGES && page * PAGE_SIZE < context_len ? (u32)load_constant(table + page) : 0;
-}
-DEV int count_pages(int context_len, int j) {
-  return min((context_len + PAGE_SIZE - 1) / PAGE_SIZE - j * PAGES, PAGES);
+// The numbers of PAGES pages from this one on, of which `left` are there; the last one's for the rest.
+DEV void load_pages(const TABLE* page, int left, u32 (&pages)[PAGES]) {
+#pragma unroll
+  for (int i = 0; i < PAGES; ++i) pages[i] = (u32)load_constant(page + min(i, left - 1));
 }
 
-// One warp: pages of keys or values into a stage of shared memory. page: this lane's.
-DEV void copy_pages(const TensorMap& map, u32 target, u32 full, u32 page, int count, int kv_head, int lane) {
-  if (lane == 0) arrive_expecting(full, count * PAGE_BYTES);
-  for (int i = 0; i < count; ++i) {
-    const int row = (int)((broadcast(page, i) * KV_HEADS + kv_head) * PAGE_SIZE);
-    if (lane == 0)
+// By one thread: pages of keys or values into a stage of shared memory.
+DEV void copy_pages(const TensorMap& map, u32 target, u32 full, const u32 (&pages)[PAGES], int count,
+                    int kv_head) {
+  arrive_expecting(full, count * PAGE_BYTES);
+#pragma unroll
+  for (int i = 0; i < PAGES; ++i)
+    if (i < count) {
+      const int row = (int)((pages[i] * KV_HEADS + kv_head) * PAGE_SIZE);
 #pragma unroll
       for (int span = 0; span < SPANS; ++span)
         copy_box(target + (span * BLOCK_N + i * PAGE_SIZE) * 128, map, span * 64, row, full);
-  }
+    }
 }
 
+// A warp for queries and keys, one for values: a copy of a page is many instructions that wait for each
+// other. Only one thread copies, and the compiler knows it by `is_elected`; for any other test it writes
+// loops.
+template <bool KEYS>
 DEV void produce(const Params& p, const Shared& shared, int lane) {
   Tile tile;
-  u32 loaded = 0;  // how many times BLOCK_N keys; of the values, one less
+  u32 loaded = 0;  // how many times BLOCK_N keys or values
   for (int round = 0; find_tile(p, shared.schedule(), round, lane, tile); ++round) {
-    const QueryPlace q(round);
-    wait(shared.q_empty(q.stage), q.parity ^ 1);
-    if (lane == 0) {
-      arrive_expecting(shared.q_full(q.stage), QUERIES * GROUP * HEAD_DIM * 2);
+    if (is_elected()) {
+      if (KEYS) {
+        const QueryPlace q(round);
+        wait(shared.q_empty(q.stage), q.parity ^ 1);
+        arrive_expecting(shared.q_full(q.stage), QUERIES * GROUP * HEAD_DIM * 2);
 #pragma unroll
-      for (int span = 0; span < SPANS; ++span)
-        copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
-                 tile.first_query, shared.q_full(q.stage));
-    }
-    const TABLE* table = p.page_table + tile.sequence * p.table_width;
-    u32 older = 0, page = load_page(table, tile.context_len, tile.begin, lane);
-    // In the order of use: keys j, values j - 1.
-    for (int j = tile.begin; j <= tile.end; ++j) {
-      const u32 next = j + 1 < tile.end ? load_page(table, tile.context_len, j + 1, lane) : 0;
-      if (j < tile.end) {
-        const KeyPlace k(loaded);
-        wait(shared.k_empty(k.stage), k.parity ^ 1);
-        copy_pages(p.k, shared.keys(k.stage), shared.k_full(k.stage), page, count_pages(tile.context_len, j),
-                   tile.kv_head, lane);
+        for (int span = 0; span < SPANS; ++span)
+          copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
+                   tile.first_query, shared.q_full(q.stage));
       }
-      if (j > tile.begin) {
-        const KeyPlace v(loaded - 1);
-        wait(shared.v_empty(v.stage), v.parity ^ 1);
-        copy_pages(p.v, shared.values(v.stage), shared.v_full(v.stage), older,
-                   count_pages(tile.context_len, j - 1), tile.kv_head, lane);
+      const TABLE* page = p.page_table + tile.sequence * p.table_width + tile.begin * PAGES;
+      int left = (tile.context_len + PAGE_SIZE - 1) / PAGE_SIZE - tile.begin * PAGES;
+      for (u32 number = loaded, end = loaded + tile.end - tile.begin; number < end; ++number) {
+        const KeyPlace place(number);
+        u32 pages[PAGES];
+        load_pages(page, left, pages);
+        wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);
+        copy_pages(KEYS ? p.k : p.v, KEYS ? shared.keys(place.stage) : shared.values(place.stage),
+                   KEYS ? shared.k_full(place.stage) : shared.v_full(place.stage), pages, min(left, PAGES),
+                   tile.kv_head);
+        page += PAGES, left -= PAGES;
       }
-      if (j < tile.end) ++loaded;
-      older = page, page = next;
     }
+    loaded += tile.end - tile.begin;
   }
 }
 
@@ -276,8 +274,7 @@ DEV void begin_scores(float (&scores)[BLOCK_N / 2], Operand queries, Operand key
 }
 
 // output += weights times values, BLOCK_N terms.
-DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4],
-                      Operand values) {
+DEV void begin_output(float (&output)[HEAD_DIM / 2], const u32 (&weights)[BLOCK_N / 16][4], Operand values) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i)
     multiply_registers<HEAD_DIM>(output, weights[i], values.behind(i * 16 * 128));
@@ -289,8 +286,7 @@ DEV void clear_values(u32 values, int first, int thread, int warpgroup) {
   for (int start = first * 8; start < BLOCK_N * 8; start += 128)
     if (const int piece = start + thread; piece < BLOCK_N * 8)
 #pragma unroll
-      for (int span = 0; span < SPANS; ++span)
-        store_shared_zeros(values + span * BLOCK_N * 128 + piece * 16);
+      for (int span = 0; span < SPANS; ++span) store_shared_zeros(values + span * BLOCK_N * 128 + piece * 16);
   fence_shared();
   named_sync(OWN + warpgroup, 128);
 }
@@ -327,7 +323,7 @@ struct Consumer {
   const Params& p;
   const Shared& shared;
   const int warpgroup, thread, lane;  // thread: of the warpgroup
-  u32 done = 0;  // products of scores, in all tiles
+  u32 done = 0;                       // products of scores, in all tiles
   Rows rows;
   float scores[BLOCK_N / 2], output[HEAD_DIM / 2];
   u32 weights[BLOCK_N / 16][4];
@@ -410,8 +406,8 @@ struct Consumer {
     pack_weights(scores, weights);
 
     for (int j = tile.begin + 1; j < tile.end; ++j) {
-      const bool is_masked = (j + 1) * BLOCK_N > first_position + 1 ||
-                             (WINDOWED && j * BLOCK_N <= last_position - p.window);
+      const bool is_masked =
+          (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
       if (is_masked)
         step<true>(round, j);
       else
@@ -470,7 +466,10 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {
     release_registers<PRODUCER_REGISTERS>();
-    if (thread < 32) produce(p, shared, lane);
+    if (thread < 32)
+      produce<true>(p, shared, lane);
+    else if (thread < 64)
+      produce<false>(p, shared, lane);
   } else {
     claim_registers<CONSUMER_REGISTERS>();
     Consumer(p, shared, warpgroup - 1, thread % 128).consume();

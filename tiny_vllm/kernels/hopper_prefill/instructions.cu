@@ -78,6 +78,12 @@ DEV void named_arrive(u32 barrier, u32 threads) {
 // Ordinary stores to shared memory, seen by the copy engine and the tensor cores.
 DEV void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// True in one lane of a whole warp, the same each time.
+DEV bool is_elected() {
+  u32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
 DEV u32 broadcast(u32 value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 struct alignas(64) TensorMap {

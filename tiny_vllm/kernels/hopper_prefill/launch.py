@@ -28,7 +28,7 @@ PAGE_SIZES = (16, 32, 64)
 INTEGERS = {torch.int32: "int", torch.int64: "long long"}
 # Registers per thread of the copying and the computing warpgroups, by the number of the latter: all of them
 # share the 64 K of a multiprocessor.
-REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
 
 
 @dataclass(frozen=True, slots=True)
