@@ -51,7 +51,6 @@ def main() -> None:
     parser.add_argument("--contexts", default="129,640,4096")
     parser.add_argument("--windows", default="3")
     parser.add_argument("--direct-limits", default="512")
-    parser.add_argument("--paired", default="", help="rows for which blocks share what they fetch in pairs")
     options = parser.parse_args()
     report = Report(options.output)
     contexts = [int(value) for value in options.contexts.split(",")]
@@ -76,9 +75,7 @@ def main() -> None:
         pages = torch.randperm(num_slots * pages_per_slot, device="cuda").view(num_slots, -1) + 1
         state = SlotState(pages, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone())
         cos_sin = rope_table(spec.rope, max_len=max(contexts) + 64).cuda()
-        temperature = torch.zeros(num_slots, device="cuda")
-        paired = tuple(int(value) for value in options.paired.split(",") if value)
-        tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, paired_buckets=paired)
+        tape = TapeDecode(spec, weights, cos_sin, cache, state, torch.zeros(num_slots, device="cuda"))
         for rows in rows_wanted:
             step = tape.step(rows)
             step.slots.fill_(num_slots)
@@ -92,7 +89,6 @@ def main() -> None:
                         kv_bytes = rows * context * spec.kv_values_per_token * 2
                         report.add(
                             model=model, rows=rows, context=context, window=window, direct_limit=limit,
-                            is_paired=rows in paired,
                             us=seconds * 1e6,
                             share=(weight_bytes + kv_bytes) / seconds / rate.bytes_per_second,
                         )  # fmt: skip

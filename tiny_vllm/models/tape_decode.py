@@ -15,7 +15,6 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, shared_mem
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.layout import (
     NUM_BLOCKS,
-    PAIRED_BUCKETS,
     SHARED_BYTES,
     TapeLayout,
     TapeShape,
@@ -101,8 +100,6 @@ class TapeDecode:
         kv_cache: KVCache,
         state: SlotState,
         temperature: Tensor,
-        *,
-        paired_buckets: tuple[int, ...] = PAIRED_BUCKETS,
     ) -> None:
         self.layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
         num_slots = temperature.shape[0]
@@ -113,10 +110,7 @@ class TapeDecode:
         self._temperature = temperature
         with ThreadPoolExecutor(len(self._buckets)) as pool:
             functions = pool.map(
-                lambda bucket: compile_step(
-                    self.layout, bucket, temperature.device, is_paired=bucket in paired_buckets
-                ),
-                self._buckets,
+                lambda bucket: compile_step(self.layout, bucket, temperature.device), self._buckets
             )
             self._functions = dict(zip(self._buckets, functions, strict=True))
         self._model = _tape_model(self.layout, spec, weights, cos_sin, kv_cache)

@@ -56,7 +56,7 @@ class World:
     tape: TapeDecode
 
 
-def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003, is_paired: bool = False) -> World:
+def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> World:
     device = torch.device("cuda")
     sizes = SHAPES[name]
     spec = ModelSpec(
@@ -112,19 +112,17 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003, is_pa
     )
     cos_sin = rope_table(spec.rope, max_len=MAX_LEN).to(device)
     temperature = torch.zeros(NUM_SLOTS, device=device)
-    paired = (2, 4, 8) if is_paired else ()
-    tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, paired_buckets=paired)
+    tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature)
     return World(spec, weights, cache, cos_sin, state, temperature, tape)
 
 
 _worlds: dict[str, World] = {}
 
 
-@pytest.fixture(params=[*SHAPES, "1b paired", "8b paired"])
+@pytest.fixture(params=list(SHAPES))
 def world(request: pytest.FixtureRequest) -> World:
     if request.param not in _worlds:
-        name, *paired = request.param.split()
-        _worlds[request.param] = make_world(name, is_paired=bool(paired))
+        _worlds[request.param] = make_world(request.param)
     return _worlds[request.param]
 
 

@@ -18,8 +18,6 @@ UNIT_ROWS = 8
 MAX_CHUNK_COLUMNS = 1024
 CHUNK_BYTES = UNIT_ROWS * MAX_CHUNK_COLUMNS * 2
 TOKEN_BUCKETS = (1, 2, 4, 8)
-PAIRED_BUCKETS: tuple[int, ...] = ()
-"""Buckets in which two blocks share what they fetch of other blocks' results."""
 SHARED_BYTES = 232_448
 """What one block can have on sm_90: 227 KB."""
 XS_PADDING = 64
@@ -241,14 +239,13 @@ def token_buckets(shape: TapeShape) -> tuple[int, ...]:
     )
 
 
-def defines(layout: TapeLayout, tokens: int, *, is_paired: bool) -> dict[str, int]:
+def defines(layout: TapeLayout, tokens: int) -> dict[str, int]:
     """The macros that tape.cu is compiled with."""
     shape, plan = layout.shape, plan_block(layout, tokens)
     assert plan is not None
     values = {
         "CTAS": NUM_BLOCKS,
         "TOKENS": tokens,
-        "PAIRED": int(is_paired),
         "STAGES": plan.stages,
         "CHUNK_BYTES": CHUNK_BYTES,
         "XS_COLUMNS": plan.xs_columns,

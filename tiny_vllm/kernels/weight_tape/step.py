@@ -9,7 +9,8 @@ contexts, plus what the exchanges between blocks cost beyond what the ring hides
 
 Rejected: flags beside the data, which cost a fence and one more round trip per exchange; a barrier of all
 blocks, which also waits for those whose results a block does not need; weights through plain loads, whose
-stream stops at every exchange. Measurements: LOG.md.
+stream stops at every exchange; clusters of two blocks that fetch half of the tokens' vectors each for both,
+which wait for one another at every exchange. Measurements: LOG.md.
 """
 
 from __future__ import annotations
@@ -97,23 +98,18 @@ def source() -> str:
     return (Path(__file__).parent / "tape.cu").read_text(encoding="utf-8")
 
 
-def macros(layout: TapeLayout, tokens: int, *, is_paired: bool) -> dict[str, int | str]:
+def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
     """What `tape.cu` is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
-    return {
-        **defines(layout, tokens, is_paired=is_paired),
-        **noise,
-        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
-    }
+    return {**defines(layout, tokens), **noise, "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull"}
 
 
 @functools.cache
-def compile_step(layout: TapeLayout, tokens: int, device: torch.device, *, is_paired: bool) -> CudaFunction:
+def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaFunction:
     """The kernel for one bucket of tokens, loaded once per process. Raises CompileError or DriverError."""
     plan = plan_block(layout, tokens)
     assert isinstance(plan, BlockPlan)
-    values = macros(layout, tokens, is_paired=is_paired)
-    cubin = compile_cubin(source(), name="tape", defines=values, arch=architecture(device))
+    cubin = compile_cubin(source(), name="tape", defines=macros(layout, tokens), arch=architecture(device))
     return load_function(cubin, "tape_step", shared_bytes=plan.shared_bytes, device=device)
 
 

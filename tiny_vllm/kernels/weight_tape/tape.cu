@@ -24,9 +24,6 @@
 // (16-bit stores are read by wider loads, and readers have no fence of their own): it relies on Hopper's L2
 // being where relaxed stores become visible and relaxed loads look.
 //
-// With PAIRED, blocks are clusters of two: each fetches half of the tokens' vectors and writes them into both
-// blocks' shared memory, so that L2 hands every vector out half as often. See Consumer::begin_take.
-//
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
 // pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
 // context, and one more exchange combines. Scores and values are tensor-core products whose registers come
@@ -48,8 +45,6 @@ constexpr int CONSUMERS = 512;
 constexpr int GROUP = HEADS / KV_HEADS;
 // SPLITS: blocks per (token, KV head), a power of two.
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
-constexpr int OWN_TOKENS = PAIRED ? TOKENS / 2 : TOKENS;  // whose vectors this block fetches
-static_assert(!PAIRED || TOKENS % 2 == 0, "pairs halve the tokens");
 constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
@@ -177,48 +172,6 @@ DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy)
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// The other block of the cluster: its address of a place in shared memory, writes and arrivals there.
-DEV u32 peer_address(u32 address) {
-  u32 peer, to;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(peer));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address), "r"(peer ^ 1u));
-  return to;
-}
-DEV void peer_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier))
-               : "memory");
-}
-// The bytes count towards what the peer expects at the barrier.
-DEV void peer_store4(u32 address, uint4 v, u32 barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          peer_address(address)),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(peer_address(barrier))
-      : "memory");
-}
-DEV void peer_store(u32 address, u32 v, u32 barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                   peer_address(address)),
-               "r"(v), "r"(peer_address(barrier))
-               : "memory");
-}
-DEV void peer_wait(u32 b, u32 parity) {
-  Watch watch;
-  u32 done;
-  while (true) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(b), "r"(parity)
-        : "memory");
-    if (done) return;
-    watch.failed();
-  }
-}
-DEV void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 DEV void consumers_sync() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
 
 DEV uint4 load_words4(const u32* p) {
@@ -336,7 +289,6 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
   u32 key[TOKENS * 2];
   float temperature[TOKENS];
   alignas(8) u64 full[STAGES], empty[STAGES];
-  u64 vectors_taken, peer_ready;  // see Consumer::begin_take
 };
 static_assert(sizeof(Shared) <= SMALL_BYTES, "layout.py counts too little");
 constexpr int Q_STRIDE = HEAD_DIM + 32;
@@ -415,7 +367,6 @@ struct Consumer {
   int cta;
   u32 epoch;
   u32 base;                                 // ring index of the phase's first chunk
-  u32 takes;                                // so far, in pairs
   int t, warp, lane, group, quarter, g, q;  // g, q: row and column of this lane in a tensor-core fragment
   uint4 v[8];                               // the lane's part of a chunk
   uint4 x[TOKEN_GROUPS][4];                 // the lane's part of the input vectors
@@ -558,12 +509,11 @@ struct Consumer {
     return rsqrtf(sum * (1.f / HIDDEN) + p.eps);
   }
 
-  // How the 512 threads share the vectors of K values of OWN_TOKENS tokens, 8 at a time: whole warps per
-  // token.
+  // How the 512 threads share TOKENS vectors of K values, 8 at a time: whole warps per token.
   template <int K>
   struct Share {
     static constexpr int PER_TOKEN = (K + 255) / 256 * 32,
-                         TURNS = (OWN_TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
+                         TURNS = (TOKENS * PER_TOKEN + CONSUMERS - 1) / CONSUMERS;
   };
 
   // The thread's i-th eight values, in units of eight: those of token `token` from value 8 * k8 on.
@@ -572,47 +522,18 @@ struct Consumer {
     i = t + i * CONSUMERS;
     token = i / Share<K>::PER_TOKEN;
     k8 = i % Share<K>::PER_TOKEN;
-    const bool is_within = token < OWN_TOKENS && k8 * 8 < min(K, columns);
-    if (PAIRED) token += cta % 2 * OWN_TOKENS;
-    return is_within;
-  }
-
-  // Pairs share what they take. A take begins when nothing here reads xs any more, which the peer is told: it
-  // writes there from then on. Only threads that write wait for that, because the peer cannot begin another
-  // take, and turn the barrier's phase again, without what they write. A take ends with all tokens' vectors
-  // in xs.
-  DEV void begin_take() {
-    if (PAIRED && t == 0) peer_arrive(shared_address(&s.peer_ready));
-  }
-  DEV void await_peer() {
-    if (PAIRED) peer_wait(shared_address(&s.peer_ready), takes & 1);
-  }
-  // K values per token have been taken, as far as they are among `columns`; with NORMED, sums of squares too.
-  template <int K, bool NORMED>
-  DEV void end_take(int columns) {
-    if (!PAIRED) {
-      consumers_sync();
-      return;
-    }
-    const u32 barrier = shared_address(&s.vectors_taken);
-    __syncwarp();
-    if (t == 0)
-      barrier_expect(barrier, (TOKENS - OWN_TOKENS) * (min(K, columns) * 2 + (NORMED ? NORM_WARPS * 4 : 0)));
-    else if (lane == 0)
-      barrier_arrive(barrier);
-    peer_wait(barrier, takes & 1);
-    takes++;
+    return token < TOKENS && k8 * 8 < min(K, columns);
   }
 
   // Eight values of a vector, times the norm's weights if wanted, into xs; returns their sum of squares.
   template <bool NORMED>
   DEV float put8(int token, int k8, uint4 a, uint4 weights) {
     uint4* to = (uint4*)(xs + token * XS_STRIDE) + k8;
-    float squares = 0.f;
     if (!NORMED) {
-      put(to, a);
-      return squares;
+      *to = a;
+      return 0.f;
     }
+    float squares = 0.f;
     u32 values[4] = {a.x, a.y, a.z, a.w};
     const u32 scales[4] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
@@ -621,15 +542,11 @@ struct Consumer {
       squares += low * low + high * high;
       values[i] = pack_bf16(low * low_half(scales[i]), high * high_half(scales[i]));
     }
-    put(to, make_uint4(values[0], values[1], values[2], values[3]));
+    *to = make_uint4(values[0], values[1], values[2], values[3]);
     return squares;
   }
-  DEV void put(uint4* to, uint4 a) {
-    *to = a;
-    if (PAIRED) peer_store4(shared_address(to), a, shared_address(&s.vectors_taken));
-  }
 
-  // A take of X_FF in two parts: the loads, then the waiting. columns: valid ones from `first` on.
+  // A `take` of X_FF in two parts: the loads, then the waiting. columns: valid ones from `first` on.
   template <int K>
   DEV void ask(uint4 (&a)[Share<K>::TURNS], const u16* start, int first, int columns) {
 #pragma unroll
@@ -642,27 +559,23 @@ struct Consumer {
   }
   template <int K>
   DEV void receive(uint4 (&a)[Share<K>::TURNS], const u16* start, int first, int columns) {
-    begin_take();
 #pragma unroll
     for (int j = 0; j < Share<K>::TURNS; j++) {
       int token, k8;
-      const bool is_within = share_of<K>(j, columns, token, k8);
-      if (is_within) {
+      if (share_of<K>(j, columns, token, k8)) {
         settle(a[j], start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8));
-        await_peer();
         put8<false>(token, k8, a[j], a[j]);
       }
     }
-    end_take<K, false>(columns);
+    consumers_sync();
   }
 
   // K values per token from value `from` of a vector on (they are waited for), or rows of the embedding, into
-  // xs, and their sums of squares. columns: valid ones from there on. `between` runs while the first loads
-  // are under way.
+  // xs, and their sums of squares; returns when all threads' are there. columns: valid ones from there on.
+  // `between` runs while the first loads are under way.
   template <class V, int K, bool NORMED, bool EMBEDDING, class Between>
   DEV void take(const u16* start, int from, const u16* norm, int columns, const Between& between) {
     constexpr int TURNS = Share<K>::TURNS, BATCH = TURNS < 4 ? TURNS : 4;  // loads in flight
-    begin_take();
 #pragma unroll
     for (int first = 0; first < TURNS; first += BATCH) {
       uint4 a[BATCH], weights[NORMED ? BATCH : 1];
@@ -683,25 +596,18 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
         int token, k8;
-        const bool is_within = share_of<K>(first + j, columns, token, k8);
         float squares = 0.f;
-        if (is_within) {
+        if (share_of<K>(first + j, columns, token, k8)) {
           if (!EMBEDDING) settle(a[j], start + token * V::STRIDE + V::place(from + k8 * 8));
-          await_peer();
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
         }
-        if (NORMED && t + (first + j) * CONSUMERS < OWN_TOKENS * Share<K>::PER_TOKEN) {
+        if (NORMED && token < TOKENS) {
           squares = warp_sum(squares);
-          float* to = s.sums_of_squares + token * NORM_WARPS + k8 / 32;
-          if (lane == 0) {
-            *to = squares;
-            if (PAIRED)
-              peer_store(shared_address(to), __float_as_uint(squares), shared_address(&s.vectors_taken));
-          }
+          if (lane == 0) s.sums_of_squares[token * NORM_WARPS + k8 / 32] = squares;
         }
       }
     }
-    end_take<K, NORMED>(columns);
+    consumers_sync();
   }
 
   // ------------------------------------------------------------ attention
@@ -1013,14 +919,7 @@ struct Pair {
   DEV int first_tile(int warp) const { return is_direct ? warp : warp / HALVES * SPLITS + split; }
 };
 
-#if PAIRED
-#define CLUSTER __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(CONSUMERS + 64, 1)
-    tape_step(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
   u8* const xs = memory + STAGES * CHUNK_BYTES;
   float* const part = (float*)(xs + TOKENS * XS_STRIDE);
@@ -1032,14 +931,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(CONSUMERS + 64, 1)
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
-    barrier_init(shared_address(&s.vectors_taken), CONSUMERS / 32);
-    barrier_init(shared_address(&s.peer_ready), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (PAIRED)
-    cluster_sync();
-  else
-    __syncthreads();
+  __syncthreads();
 
   if (tid >= CONSUMERS) {
     if (tid >= CONSUMERS + 32) {
@@ -1062,7 +956,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(CONSUMERS + 64, 1)
     return;
   }
 
-  Consumer c{p, memory, xs, part, s, full, empty, cta, 0u, 0u, 0u};
+  Consumer c{p, memory, xs, part, s, full, empty, cta, 0u, 0u};
   c.refresh();
   // A padding row computes token 0 at position 0 of the null page.
   if (tid < TOKENS) {
