@@ -73,7 +73,7 @@ HOPPER_VARIANTS: Variants = {
     ],
 }
 # (rows, keys, warps, stages)
-TRITON_TILES = {
+TRITON_TILES: dict[int, list[tuple[int, ...]]] = {
     64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
     128: [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
 }
