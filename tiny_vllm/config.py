@@ -17,6 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+GenerationConfig = Literal["auto", "none"]
 PrefillPolicy = Literal["auto", "exclusive", "mixed"]
 PoolSizing = Literal["memory", "formula"]
 
@@ -40,6 +41,11 @@ class EngineConfig:
     )
     tokenizer: str | None = _option(None, "directory, tokenizer.json or .gguf file, if not the model's own")
     load_format: LoadFormat = _option("auto", "how to read the weights; dummy: seeded random weights")
+    generation_config: GenerationConfig = _option(
+        "auto",
+        "sampling parameters that requests leave out; auto: as the model's generation_config.json recommends, "
+        "none: OpenAI's defaults (generate and chat have their own)",
+    )
     dtype: DType = _option("auto", "type of weights, activations and KV cache")
     kv_cache_dtype: KVCacheDType = _option(
         "auto", "auto: as dtype; fp8 (e4m3) halves the KV cache at some loss of accuracy"
@@ -175,6 +181,7 @@ OPTION_KINDS: Mapping[str, OptionKind] = {
     "DType": OptionKind(str, choices=get_args(DType)),
     "KVCacheDType": OptionKind(str, choices=get_args(KVCacheDType)),
     "LoadFormat": OptionKind(str, choices=get_args(LoadFormat)),
+    "GenerationConfig": OptionKind(str, choices=get_args(GenerationConfig)),
     "PrefillPolicy": OptionKind(str, choices=get_args(PrefillPolicy)),
     "PoolSizing": OptionKind(str, choices=get_args(PoolSizing)),
     "Pooling": OptionKind(str, choices=get_args(Pooling)),

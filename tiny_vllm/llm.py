@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeGuard
@@ -54,6 +55,9 @@ class LLM:
 
     def __init__(self, model: str | None = None, **engine_options: Any) -> None:
         plan = plan_engine(EngineConfig.from_options({"model": model, **engine_options}))
+        asked = plan.config.generation_config
+        self._sampling_defaults = plan.checkpoint.sampling_defaults(asked)
+        plan = replace(plan, choices=(*plan.choices, plan.checkpoint.choose_sampling_defaults(asked)))
         self.config: EngineConfig = plan.config
         self.choices: tuple[Choice, ...] = plan.choices
         self.spec: ModelSpec = plan.checkpoint.spec
@@ -89,7 +93,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one or many prompts; the outputs are in the order of the prompts.
 
-        sampling_params, priority: one for all or one each; smaller priorities run first.
+        sampling_params, priority: one for all or one each; smaller priorities run first. Without
+        sampling_params: get_default_sampling_params().
         cache_salt: only requests with the same salt share pages. use_tqdm: progress on stderr, on a terminal.
         parse_special_tokens: take control tokens that are written out in a text as such.
         Raises RequestError before anything runs if any prompt is invalid.
@@ -97,7 +102,8 @@ class LLM:
         _check_flag("parse_special_tokens", parse_special_tokens)
         items = _as_prompts(prompts)
         build = partial(self._build_prompt, parse_special_tokens=parse_special_tokens)
-        return self._run(items, build, sampling_params, SamplingParams(), priority, cache_salt, use_tqdm)
+        default = self.get_default_sampling_params()
+        return self._run(items, build, sampling_params, default, priority, cache_salt, use_tqdm)
 
     def chat(
         self,
@@ -111,12 +117,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one or many conversations, rendered by the model's chat template. See `generate`.
 
-        Without sampling_params an answer may be as long as the context allows. Control tokens written out in
-        messages are plain text, those of the template alone count, unless parse_special_tokens.
+        Without sampling_params they are those of get_default_sampling_params, but an answer may be as long as
+        the context allows unless the model recommends a limit. Control tokens written out in messages are plain
+        text, those of the template alone count, unless parse_special_tokens.
         """
         _check_flag("parse_special_tokens", parse_special_tokens)
         items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)
-        default = SamplingParams(max_tokens=None)
+        default = self._chat_sampling_params()
         build = partial(self._builder.build_chat, parse_special_tokens=parse_special_tokens)
         return self._run(items, build, sampling_params, default, priority, cache_salt, use_tqdm)
 
@@ -167,9 +174,9 @@ class LLM:
         """
         engine = self._live_engine()
         build: Callable[..., PreparedRequest] = self._build_prompt
-        default = SamplingParams()
+        default = self.get_default_sampling_params()
         if _is_conversation(prompt):
-            build, default = self._builder.build_chat, SamplingParams(max_tokens=None)
+            build, default = self._builder.build_chat, self._chat_sampling_params()
         if parse_special_tokens is not None:
             _check_flag("parse_special_tokens", parse_special_tokens)
             build = partial(build, parse_special_tokens=parse_special_tokens)
@@ -183,6 +190,11 @@ class LLM:
         with self._exclusively():
             self._add([prepared])
         return Stream(self, prepared.request.request_id)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling_params get: as the model's generation_config.json recommends, where it
+        does and the engine option generation_config is not "none"."""
+        return SamplingParams(**self._sampling_defaults)
 
     def stats(self) -> EngineStats:
         """Pages, sequences and totals, now."""
@@ -236,6 +248,9 @@ class LLM:
 
     def _build_prompt(self, prompt: Any, params: SamplingParams, **options: Any) -> PreparedRequest:
         return self._builder.build(_plain_prompt(prompt), params, **options)
+
+    def _chat_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": None, **self._sampling_defaults})
 
     def _run(
         self,

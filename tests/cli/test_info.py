@@ -42,3 +42,19 @@ def test_parts_of_a_family_are_shown_in_short_and_absent_traits_not_at_all(
     assert shown["sliding_rope"] == "theta 10000.0, rotary_dim 256"
     assert shown["sliding_window"] == "4096"
     assert not {"experts", "attention_softcap", "unrotated_layers"} & shown.keys()
+
+
+def test_sampling_parameters_that_the_model_recommends_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    command = ["info", str(tmp_path), "--load-format", "dummy", "--num-pages", "7"]
+    for more, words in (
+        ([], f"auto  (temperature 0.6, top_p 0.9 from {tmp_path / 'generation_config.json'})"),
+        (["--generation-config", "none"], "none  (as asked: what requests leave out has OpenAI's defaults)"),
+    ):
+        assert main([*command, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.split()[:1] == ["generation_config"])
+        assert line.split(maxsplit=1)[1] == words

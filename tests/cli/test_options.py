@@ -58,6 +58,7 @@ ENGINE_CASES = {
     "model": ("some/dir", "some/dir"),
     "tokenizer": ("t.json", "t.json"),
     "load_format": ("dummy", "dummy"),
+    "generation_config": ("none", "none"),
     "dtype": ("float32", "float32"),
     "kv_cache_dtype": ("fp8", "fp8"),
     "device": ("cpu", "cpu"),

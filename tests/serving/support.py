@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_vllm.config import EngineConfig
+from tiny_vllm.config import EngineConfig, GenerationConfig
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import EngineState
 from tiny_vllm.serving.server import Server, listening_socket, open_model
@@ -117,8 +117,8 @@ class RunningServer:
 
 
 @functools.cache
-def _model(name: str | None) -> ServedModel:
-    return open_model(ServerConfig(), EngineConfig(model=name))
+def _model(name: str | None, generation_config: GenerationConfig) -> ServedModel:
+    return open_model(ServerConfig(), EngineConfig(model=name, generation_config=generation_config))
 
 
 @contextmanager
@@ -132,7 +132,8 @@ def running_server(
     """engine: engine options. wait: until the engine is ready. options: server options."""
     config = ServerConfig(port=0, **{"drain_timeout": 1.0, **options})
     engine_config = EngineConfig(**(engine or {}))
-    service = Service(config, engine_config, _model(engine_config.model), engine_command=command)
+    model = _model(engine_config.model, engine_config.generation_config)
+    service = Service(config, engine_config, model, engine_command=command)
     listener = listening_socket(config.host, config.port)
     server = Server(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

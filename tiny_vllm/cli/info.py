@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for choice in plan.choices:
+    for choice in (*plan.choices, plan.checkpoint.choose_sampling_defaults(config.generation_config)):
         reasons[choice.name].append(choice.reason)
     _section(
         "options",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.errors import RequestError
@@ -47,12 +47,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Makes requests for one model. tokenizer: None for a model without one."""
+    """Makes requests for one model. tokenizer: None for a model without one.
+
+    sampling_defaults: of the model, for parameters that a request leaves out.
+    """
 
     builder: RequestBuilder
     tokenizer: Tokenizer | None
     max_prompts: int
     max_stop_strings: int
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def completion(self, body: CompletionBody, call: Call) -> list[PreparedRequest]:
         """One request per prompt. Raises ApiError or RequestError."""
@@ -96,7 +100,7 @@ class RequestMaker:
             message = f"max_completion_tokens is {limits[0]}, but must be at least 0"
             raise ApiError(400, message, param="max_completion_tokens")
         # Without a limit, an answer may fill the context.
-        options["max_tokens"] = min(limits, default=None)
+        options["max_tokens"] = min(limits, default=self.sampling_defaults.get("max_tokens"))
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs is not None:
@@ -144,7 +148,7 @@ class RequestMaker:
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     def _sampling_options(self, body: GenerationBody) -> dict[str, Any]:
-        options = body.sampling_options()
+        options = {**self.sampling_defaults, **body.sampling_options()}
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if body.stream and body.prompt_logprobs is not None:

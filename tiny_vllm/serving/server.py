@@ -54,6 +54,13 @@ def serve(
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         with contextlib.suppress(OSError):  # a full disk behind stderr is no reason not to serve
             print(f"{model.name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+            if model.recommendation is not None:
+                print(
+                    f"requests that do not set them have {model.recommendation} "
+                    "(--generation-config none: OpenAI's)",
+                    file=sys.stderr,
+                    flush=True,
+                )
         server = Server(service)
         server.run(sockets=[listener])
     if server.start_failure is not None:
@@ -65,6 +72,8 @@ def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel
     checkpoint = open_checkpoint(
         engine_config.model, load_format=engine_config.load_format, tokenizer=engine_config.tokenizer
     )
+    choice = checkpoint.choose_sampling_defaults(engine_config.generation_config)
+    defaults = checkpoint.sampling_defaults(engine_config.generation_config)
     aliases = {checkpoint.name, engine_config.model} - {None}
     return ServedModel(
         name=config.served_model_name or checkpoint.name,
@@ -74,6 +83,8 @@ def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel
         kv_values_per_token=checkpoint.spec.kv_values_per_token,
         head_dim=checkpoint.spec.head_dim,
         tokenizer=None if checkpoint.tokenizer is None else checkpoint.load_tokenizer(),
+        sampling_defaults=defaults,
+        recommendation=choice.reason if defaults else None,
     )
 
 

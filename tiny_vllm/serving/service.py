@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.errors import EngineDead
@@ -27,7 +28,8 @@ class ServedModel:
     """name: as the API calls it. aliases: other names for it. vocab_size: rows of the embedding.
 
     hidden_size: values of an embedding. kv_values_per_token: K and V over all layers, in heads
-    of head_dim.
+    of head_dim. sampling_defaults: values for what requests leave out. recommendation: the same in words, and
+    where it is from; None if there is none.
     """
 
     name: str
@@ -37,6 +39,8 @@ class ServedModel:
     kv_values_per_token: int
     head_dim: int
     tokenizer: Tokenizer | None
+    sampling_defaults: Mapping[str, Any]
+    recommendation: str | None
 
 
 class Service:
@@ -140,6 +144,10 @@ class Service:
             max_n=options["max_n"],
         )
         self._maker = RequestMaker(
-            builder, self.model.tokenizer, self.config.max_prompts, self.config.max_stop_strings
+            builder,
+            self.model.tokenizer,
+            self.config.max_prompts,
+            self.config.max_stop_strings,
+            self.model.sampling_defaults,
         )
         logger.info("the engine is ready")

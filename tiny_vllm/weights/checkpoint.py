@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tiny_vllm.config import Choice, GenerationConfig
 from tiny_vllm.errors import ConfigError, ModelError
 from tiny_vllm.models.hf_config import spec_from_hf_config
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.weights.bundled import bundled_model_path
+from tiny_vllm.weights.generation_config import describe_defaults, sampling_defaults
 from tiny_vllm.weights.gguf_file import GGUFFile
-from tiny_vllm.weights.hf_directory import CONFIG, read_json, token_ids, tokenizer_token_ids, weight_files
+from tiny_vllm.weights.hf_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    read_json,
+    token_ids,
+    tokenizer_token_ids,
+    weight_files,
+)
 from tiny_vllm.weights.hub import fetch_model, is_hub_id
 from tiny_vllm.weights.match import match_tensors
 from tiny_vllm.weights.safetensors_file import SafetensorsFiles
@@ -39,6 +48,7 @@ class Checkpoint:
     name: short name for display. eos_token_ids: every token that ends a text, from all files of the model.
     source, tensor_names: where the weights are, and canonical name -> stored name of each; source is None for
     dummy weights. tokenizer: directory, tokenizer.json or opened GGUF file; None if there is none.
+    generation_config: the file of that name; None if there is none, as for GGUF.
     """
 
     name: str
@@ -48,6 +58,25 @@ class Checkpoint:
     source: TensorSource | None
     tensor_names: Mapping[str, str] = field(repr=False)
     tokenizer: Path | GGUFFile | None
+    generation_config: Path | None = None
+
+    def sampling_defaults(self, asked: GenerationConfig) -> Mapping[str, Any]:
+        """Values for the sampling parameters that a request leaves out. Raises ModelError."""
+        if asked == "none" or self.generation_config is None:
+            return {}
+        return sampling_defaults(self.generation_config)
+
+    def choose_sampling_defaults(self, asked: GenerationConfig) -> Choice:
+        """What `sampling_defaults` takes, for the log and for `info`. Raises ModelError."""
+        defaults = self.sampling_defaults(asked)
+        if asked == "none":
+            reason = "as asked: what requests leave out has OpenAI's defaults"
+        elif defaults:
+            assert self.generation_config is not None
+            reason = describe_defaults(defaults, self.generation_config)
+        else:
+            reason = f"the model recommends nothing in a {GENERATION_CONFIG}: OpenAI's defaults"
+        return Choice("generation_config", asked, reason)
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises ModelError if the model has no tokenizer."""
@@ -165,6 +194,7 @@ def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
         names = match_tensors(spec, source.shapes, where=str(directory))
         spec = replace(spec, dtype=source.dtype(names))
     bos = token_ids(directory, config, "bos")
+    generation_config = directory / GENERATION_CONFIG
     has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return Checkpoint(
         name=directory.resolve().name,
@@ -174,6 +204,7 @@ def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
         source=source,
         tensor_names=names,
         tokenizer=directory if has_tokenizer else None,
+        generation_config=generation_config if generation_config.is_file() else None,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from tiny_vllm.errors import ModelError
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NAMES_SHOWN = 6
@@ -93,7 +94,7 @@ def token_ids(directory: Path, config: Mapping[str, Any], kind: str) -> tuple[in
     looked for.
     """
     key = f"{kind}_token_id"
-    generation = directory / "generation_config.json"
+    generation = directory / GENERATION_CONFIG
     ids = [
         *_ids(config.get(key), f"{directory / CONFIG}: {key}"),
         *_ids(read_optional_json(generation).get(key), f"{generation}: {key}"),
