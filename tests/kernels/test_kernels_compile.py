@@ -59,7 +59,7 @@ def test_decode_step(model: str, rows: int, dtype: torch.dtype) -> None:
     assert ("_draw_from_product_kernel" in names) == (look_up(DRAW_TILES, rows) is not None)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
 def test_a_chained_kernel_waits_once_after_loading_weights_and_before_storing(rows: int) -> None:
     with compiling() as kernels:
         decode_chain(rows)
@@ -185,8 +185,7 @@ def test_kernels_for_many_tokens() -> None:
     assert len(kernels) == 8
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64])
-def test_a_product_that_draws(rows: int) -> None:
+def draws_from_product(rows: int) -> list[CompiledKernel]:
     index = meta(rows, dtype=torch.int64)
     with compiling() as kernels:
         draw_from_linear(
@@ -194,9 +193,20 @@ def test_a_product_that_draws(rows: int) -> None:
             meta(rows, 2, dtype=torch.int32), SlotAdvance(index, index, index, index), pdl=True,
         )  # fmt: skip
     check(kernels)
+    assert all(kernel.ptx.count("griddepcontrol.wait") == 1 for kernel in kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("rows", [9, 16, 32])
+def test_a_product_that_draws(rows: int) -> None:
+    kernels = draws_from_product(rows)
     assert [kernel.name for kernel in kernels] == ["_draw_from_product_kernel", "_join_tiles_kernel"]
     assert "wgmma" in kernels[0].ptx
-    assert all(kernel.ptx.count("griddepcontrol.wait") == 1 for kernel in kernels)
+
+
+def test_the_logits_of_more_rows_are_written() -> None:
+    names = [kernel.name for kernel in draws_from_product(33)]
+    assert names == ["_tiled_product_kernel", "_draw_tile_kernel", "_join_tiles_kernel"]
 
 
 def test_sampling_with_filters() -> None:
