@@ -43,7 +43,7 @@ class EngineConfig:
     load_format: LoadFormat = _option("auto", "how to read the weights; dummy: seeded random weights")
     generation_config: GenerationConfig = _option(
         "auto",
-        "sampling parameters that requests leave out; auto: as the model's generation_config.json recommends, "
+        "sampling parameters that requests leave out; auto: as the model's generation_config.json says, "
         "none: OpenAI's defaults (generate and chat have their own)",
     )
     dtype: DType = _option("auto", "type of weights, activations and KV cache")

@@ -118,8 +118,8 @@ class LLM:
         """Answer one or many conversations, rendered by the model's chat template. See `generate`.
 
         Without sampling_params they are those of get_default_sampling_params, but an answer may be as long as
-        the context allows unless the model recommends a limit. Control tokens written out in messages are plain
-        text, those of the template alone count, unless parse_special_tokens.
+        the context allows unless the model recommends a limit. Control tokens written out in messages are
+        plain text, those of the template alone count, unless parse_special_tokens.
         """
         _check_flag("parse_special_tokens", parse_special_tokens)
         items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)

@@ -82,5 +82,6 @@ def test_the_command_says_at_its_start_what_it_took(directory: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.readline() == (
             "requests that do not set them have temperature 0.6, top_k 20, top_p 0.9, "
-            f"repetition_penalty 1.5, max_tokens 3 from {directory / 'generation_config.json'} (--generation-config none: OpenAI's)\n"
+            f"repetition_penalty 1.5, max_tokens 3 from {directory / 'generation_config.json'} "
+            "(--generation-config none: OpenAI's)\n"
         )
