@@ -4,8 +4,8 @@
 
 Llama-3.2-1B's and Llama-3.1-8B's shapes in BF16, random values, some thousand tokens at a time: the products
 by cuBLAS, alone and with the residual added in place or by a kernel of its own; gate and up with SiLU as two
-kernels or as one (kernels/gated_linear.py) with several tiles, checked against FP32; norm. us and TFLOP/s
-of each.
+kernels or as one (kernels/hopper_linear) in several variants, checked against FP32; norm. us and TFLOP/s of
+each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_timing import Report, rotate, time_graph
-from tests.helpers.kernel_compiler import compiling, meta
-from tiny_vllm.kernels.gated_linear import GatedTiles, gated_linear_ref, launch_gated_linear
+from tests.helpers.cubin import resource_usage
+from tiny_vllm.kernels.hopper_linear.launch import Variant, compile_gated, multiply_gated
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 
@@ -36,26 +36,25 @@ class Shape:
 
 
 SHAPES = {"1b": Shape(2048, 8192, 3072), "8b": Shape(4096, 14336, 6144)}
-TILES = (
-    GatedTiles(),
-    GatedTiles(stages=4),
-    GatedTiles(group=16),
-    GatedTiles(group=4, stages=4),
-    GatedTiles(block_m=256, block_n=64),
-    GatedTiles(block_n=64, stages=4, num_warps=4),
+VARIANTS = (
+    Variant(),
+    Variant(group=4),
+    Variant(group=16),
+    Variant(staggered=False),
+    Variant(stages=3),
+    Variant(cluster=1, group=16),
 )
 MAX_ERROR = 2**-7
 
 
-def compile_gated(shape: Shape, num_tokens: int, tiles: GatedTiles) -> str:
-    """In a worker process: fills Triton's cache."""
-    try:
-        x, weight = meta(num_tokens, shape.hidden), meta(2 * shape.intermediate, shape.hidden)
-        with compiling() as kernels:
-            launch_gated_linear(x, weight, "silu", tiles)
-        return f"{kernels[0].num_registers} registers, {kernels[0].stack_bytes} bytes of stack"
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:150]}"
+def compile_variant(variant: Variant) -> str:
+    """In a worker process: fills the cache of binaries."""
+    (usage,) = resource_usage(compile_gated(torch.bfloat16, variant)).values()
+    return f"{usage.registers} registers, {usage.stack_bytes} bytes of stack"
+
+
+def _gate_after(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_and_mul(F.linear(x, weight))
 
 
 def _add_after(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -98,13 +97,13 @@ class Bench:
                 in_place = partial(residual.addmm_, x, weight.T, alpha=1e-3)
                 self.add(f"{part} onto residual", time_graph(in_place), flops)
 
-    def gated(self, tiles: GatedTiles | None, compiled: str) -> None:
+    def gated(self, variant: Variant | None, compiled: str = "") -> None:
         shape, T = self.shape, self.num_tokens
         x, weight = self.random(T, shape.hidden), self.matrix(2 * shape.intermediate, shape.hidden)
         run = (
-            partial(gated_linear_ref, x, weight)
-            if tiles is None
-            else partial(launch_gated_linear, x, weight, "silu", tiles)
+            partial(_gate_after, x, weight)
+            if variant is None
+            else partial(multiply_gated, x, weight, variant)
         )
         some = slice(T // 2, T // 2 + 300)
         gate, up = F.linear(x[some].float(), weight.float()).chunk(2, -1)
@@ -112,7 +111,7 @@ class Bench:
         error = float((run()[some].float() - expected).norm() / expected.norm())
         assert error < MAX_ERROR, f"wrong: relative error {error:.3g}"
         self.add(
-            f"gated {'cuBLAS, then SiLU' if tiles is None else astuple(tiles)}", time_graph(run),
+            f"gated {'cuBLAS, then SiLU' if variant is None else astuple(variant)}", time_graph(run),
             4.0 * T * shape.hidden * shape.intermediate, error=error, compiled=compiled,
         )  # fmt: skip
 
@@ -134,20 +133,16 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report(arguments.output)
     cases = [(n, int(t)) for n in arguments.shapes.split(",") for t in arguments.tokens.split(",")]
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        compiled = {
-            (name, count, tiles): pool.submit(compile_gated, SHAPES[name], count, tiles)
-            for name, count in cases
-            for tiles in TILES
-        }
+    with ProcessPoolExecutor(len(VARIANTS), mp_context=get_context("spawn")) as pool:
+        compiled = {variant: pool.submit(compile_variant, variant) for variant in VARIANTS}
     for name, count in cases:
         bench = Bench(report, name, count)
         report.section(f"{name} {count} products", bench.products)
         report.section(f"{name} {count} others", bench.others)
-        report.section(f"{name} {count} gated, cuBLAS", partial(bench.gated, None, ""))
-        for tiles in TILES:
-            how = compiled[name, count, tiles].result()
-            report.section(f"{name} {count} {tiles}", partial(bench.gated, tiles, how))
+        report.section(f"{name} {count} gated, cuBLAS", partial(bench.gated, None))
+        for variant in VARIANTS:
+            how = compiled[variant].result()
+            report.section(f"{name} {count} {variant}", partial(bench.gated, variant, how))
     print("failed sections:", report.failures or "none")
 
 

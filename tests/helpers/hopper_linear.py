@@ -1,0 +1,71 @@
+"""Runs the Hopper kernel of gate and up on the CPU, see hopper_cluster_emulator.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.helpers.hopper_prefill import emulated_map
+from tiny_vllm.kernels.hopper_linear import launch
+from tiny_vllm.kernels.hopper_linear.launch import Params, Variant, make_params, shared_bytes
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, str] | None) -> ctypes.CDLL:
+    product = (Path(launch.__file__).parent / "gated_product.cu").read_text(encoding="utf-8")
+    if mistake is not None:
+        assert product.count(mistake[0]) == 1, f"not once in gated_product.cu: {mistake[0]}"
+        product = product.replace(*mistake)
+    entry = (HERE / "hopper_cluster_entry.h").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "emulated.so"
+        options = [f"-D{name}={value}" for name, value in launch.macros(dtype, variant).items()]
+        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-x", "c++", "-"]
+        compiled = subprocess.run(
+            [*command, "-o", str(path), *options],
+            input=f'#include "hopper_cluster_emulator.h"\n{product}\n{entry}',
+            capture_output=True,
+            text=True,
+        )
+        assert compiled.returncode == 0, compiled.stderr[:4000]
+        library = ctypes.CDLL(str(path))
+    library.run_emulated.restype = ctypes.c_char_p
+    assert library.size_of_params() == ctypes.sizeof(Params)
+    return library
+
+
+def multiply_emulated(
+    x: Tensor,
+    weight: Tensor,
+    variant: Variant,
+    *,
+    clusters: int = 1,
+    seed: int = 0,
+    mistake: tuple[str, str] | None = None,
+) -> Tensor:
+    """As `multiply_gated`, on the CPU. mistake: a text of gated_product.cu and what to put in its place.
+
+    Raises RuntimeError when a rule of the device is broken."""
+    library = emulated_library(x.dtype, variant, mistake)
+    # Rows of guards around the result show what is written beyond it.
+    guarded = torch.full((x.shape[0] + 2, weight.shape[0] // 2), torch.nan, dtype=x.dtype)
+    y = guarded[1:-1]
+    params = make_params(y, x, weight, variant, encode=emulated_map)
+    # Aligned as the device's parameters are.
+    space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
+    place = -(-ctypes.addressof(space) // 64) * 64
+    ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
+    problem = library.run_emulated(ctypes.c_void_p(place), clusters, shared_bytes(variant), seed)
+    if problem:
+        raise RuntimeError(problem.decode())
+    if not guarded[[0, -1]].isnan().all():
+        raise RuntimeError("written beyond the result")
+    return y

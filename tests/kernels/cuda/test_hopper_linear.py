@@ -1,0 +1,202 @@
+"""The Hopper kernel of gate and up without a GPU: emulated, and as the compiler leaves it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.cubin import resource_usage
+from tests.helpers.hopper_linear import multiply_emulated
+from tests.helpers.hopper_prefill import missing_compiler
+from tests.helpers.kernel_compiler import meta, missing_tools
+from tiny_vllm.kernels.cuda.errors import CompileError
+from tiny_vllm.kernels.hopper_linear import launch
+from tiny_vllm.kernels.hopper_linear.launch import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    Variant,
+    compile_gated,
+    multiply_gated,
+    obstacle,
+    shared_bytes,
+)
+from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+SHARED_LIMIT = 232448  # bytes a block of an H200 can have
+# Of a value: it is rounded once. Sums of FP32 in another order add far less.
+TOLERANCES = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Two blocks with all four stages are more memory than emulated operands can have addresses in.
+PAIRS = Variant(cluster=2, group=2, stages=2)
+ALONE = Variant(cluster=1, group=2)
+# Variant, type, M, N, K
+RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
+    "pairs": (PAIRS, torch.bfloat16, 700, 256, 320),
+    "alone": (ALONE, torch.bfloat16, 700, 256, 320),
+    "odd_row_tiles": (PAIRS, torch.bfloat16, 257, 128, 128),
+    "columns_of_no_tile": (PAIRS, torch.float16, 129, 200, 192),
+}
+SLOW_RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
+    "one_row": (PAIRS, torch.bfloat16, 1, 128, 64),
+    "few_columns": (ALONE, torch.float16, 130, 8, 128),
+    "not_staggered": (Variant(2, 2, 2, False), torch.bfloat16, 500, 384, 256),
+    "alone_not_staggered": (Variant(1, 2, 4, False), torch.bfloat16, 500, 384, 256),
+    "three_stages": (Variant(1, 8, 3), torch.bfloat16, 500, 384, 256),
+}
+
+
+def check(
+    variant: Variant,
+    dtype: torch.dtype,
+    num_rows: int,
+    columns: int,
+    terms: int,
+    *,
+    seeds: range = range(3),
+    mistake: tuple[str, str] | None = None,
+) -> None:
+    # Rows lie apart, with what must not be read between them.
+    x = torch.full((num_rows, terms + 8), torch.nan, dtype=dtype)[:, :terms]
+    weight = torch.full((2 * columns, terms + 16), torch.nan, dtype=dtype)[:, :terms]
+    x.copy_(torch.randn(num_rows, terms))
+    weight.copy_(2 * torch.randn(2 * columns, terms) * terms**-0.5)
+    expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
+    assert obstacle(x, weight) is None
+    for seed in seeds:
+        # Fewer blocks than tiles, another number each time.
+        actual = multiply_emulated(x, weight, variant, clusters=1 + seed, seed=seed, mistake=mistake)
+        torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCES[dtype], atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
+def test_the_emulated_kernel_gates_each_row(run: str) -> None:
+    check(*(RUNS | SLOW_RUNS)[run])
+
+
+MISTAKES = {
+    "no_fence": ("    fence_shared();\n", ""),
+    "a_stage_is_reused_early": ("wait(shared.empty(place.stage), place.parity ^ 1);", ""),
+}
+SLOW_MISTAKES = {
+    "the_other_block_is_not_waited_for": (
+        "if (lane < CLUSTER) arrive_at(shared.empty(stage), lane);",
+        "if (lane < CLUSTER) arrive_at(shared.empty(stage), cluster_rank());",
+    ),
+    "a_stage_is_read_before_it_comes": ("wait(shared.full(place.stage), place.parity);", ""),
+    "a_stage_is_free_under_a_product": ("      products_wait<1>();\n", ""),
+    "sums_are_read_before_they_come": ("    products_wait<0>();\n", ""),
+    "results_are_overwritten": ("    if (thread == 0) stores_wait();\n    named_sync", "    named_sync"),
+    "results_are_stored_before_they_come": (
+        "    fence_shared();\n    named_sync(OWN + warpgroup, 128);",
+        "    fence_shared();",
+    ),
+    "the_last_stores_are_not_waited_for": (
+        "take_turn();\n    if (thread == 0) stores_wait();",
+        "take_turn();",
+    ),
+    "barriers_are_used_before_they_are_there": (
+        "  cluster_sync();\n  const int warpgroup",
+        "  const int warpgroup",
+    ),
+    "a_block_ends_too_early": ("must stay.\n  cluster_sync();", ""),
+    "nobody_begins": ("    if (warpgroup == 1) pass_turn();", ""),
+    "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+)
+def test_the_emulation_notices_mistakes(name: str) -> None:
+    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
+        check(PAIRS, torch.bfloat16, 700, 256, 320, seeds=range(8), mistake=mistake)
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        (Variant(), torch.bfloat16),
+        (Variant(), torch.float16),
+        (Variant(cluster=1), torch.bfloat16),
+        (Variant(staggered=False), torch.bfloat16),
+    ],
+)
+def test_products_run_beside_one_another_and_nothing_spills(
+    variant: Variant, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    import triton
+
+    cubin = compile_gated(dtype, variant)
+    (usage,) = resource_usage(cubin).values()
+    assert usage.stack_bytes == 0
+    # What a block starts with is enough for what its warpgroups claim.
+    assert 3 * usage.registers >= PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS
+
+    (tmp_path / "cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    # Serialised products would each have a wait of their own.
+    order = re.findall(r"HGMMA\.64x256x16|DEPBAR\.LE gsb0, 0x\d", text)
+    assert order == ["HGMMA.64x256x16"] * 4 + ["DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"]
+    loop = find_loop(text)
+    products = re.findall(r"HGMMA\S+ (R\d+), gdesc\[UR\d+\], (R\d+)", loop)
+    assert len(products) == 4 and len({register for pair in products for register in pair}) == 1
+    first = int(products[0][0][1:])
+    others = re.sub(r"HGMMA[^;]+;", "", loop)
+    assert not {int(number) for number in re.findall(r"\bR(\d+)", others)} & set(range(first, first + 128))
+    # Exponents come behind the barriers of whose turn it is.
+    behind = text[text.index("DEPBAR.LE gsb0, 0x0") : text.index("STSM")]
+    assert behind.rindex("BAR.SYNC") < behind.index("MUFU.EX2")
+
+
+def find_loop(text: str) -> str:
+    """From where the jump back behind the products goes, to the jump."""
+    jump = re.compile(r"BRA `\((\.L\w+)\)").search(text, text.index("DEPBAR.LE gsb0, 0x1"))
+    assert jump is not None
+    return text[text.index(f"\n{jump[1]}:") : jump.end()]
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(cluster=1)])
+def test_a_block_fits_into_a_multiprocessor(variant: Variant) -> None:
+    assert shared_bytes(variant) <= SHARED_LIMIT
+    assert 128 * (PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (meta(5, 128, dtype=torch.float32), meta(64, 128), r"torch\.float32 has no tensor cores"),
+        (meta(5, 128, dtype=torch.float16), meta(64, 128), r"torch\.bfloat16 is not that of the rows"),
+        (meta(5, 96), meta(64, 96), "96 terms are no multiple of 64"),
+        (meta(5, 128), meta(72, 128), "36 columns are no multiple of 8"),
+        (meta(128, 5).T, meta(64, 128), "the rows' values are not contiguous"),
+        (meta(5, 128), meta(64, 132)[:, :128], "the matrix' values are not contiguous, or rows do not begin"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_named(x: Tensor, weight: Tensor, reason: str) -> None:
+    assert obstacle(meta(5, 128), meta(64, 128)) is None
+    found = obstacle(x, weight)
+    assert found is not None and re.search(reason, found)
+
+
+def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise CompileError("NVRTC is not here")
+
+    monkeypatch.setattr(launch, "compile_gated", fail)
+    x, weight = meta(5, 128), meta(64, 128)
+    with pytest.warns(RuntimeWarning, match="NVRTC is not here"):
+        assert multiply_gated(x, weight) is None
+    assert multiply_gated(x, weight) is None  # warnings are errors

@@ -1,0 +1,149 @@
+"""Compiles gated_product.cu, and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels import hopper_prefill
+from tiny_vllm.kernels.cuda.driver import CudaFunction, load_function
+from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, count_multiprocessors
+
+ROWS, COLUMNS, TERMS = 128, 128, 64  # of a tile of y, and of K at a time
+THREADS = 3 * 128
+# Registers per thread of the copying warpgroup and of the two that compute.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """cluster: blocks that share what they copy of W, 1 or 2. group: rows of tiles (of clusters) that are
+    gone through together. stages: of 48 KB in shared memory. staggered: the warpgroups compute activations
+    one after the other."""
+
+    cluster: int = 2
+    group: int = 8
+    stages: int = 4
+    staggered: bool = True
+
+
+Encode = Callable[[BoxedTensor], bytes]
+
+
+class Params(ctypes.Structure):
+    """`struct Params` of gated_product.cu. The maps want a multiple of 64 as its size."""
+
+    _fields_ = (
+        *((name, ctypes.c_char * MAP_BYTES) for name in ("x_map", "weight_map", "y_map")),
+        *((name, ctypes.c_int) for name in ("width", "steps", "row_tiles", "column_tiles")),
+        ("padding", ctypes.c_char * 48),
+    )
+
+
+def obstacle(x: Tensor, weight: Tensor) -> str | None:
+    """Why the kernel cannot take x [M, K] and weight [2N, K], whatever the device; None if it can."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"the type {x.dtype} has no tensor cores of 16 bits"
+    if weight.dtype != x.dtype:
+        return f"the matrix's type {weight.dtype} is not that of the rows, {x.dtype}"
+    if x.shape[1] % TERMS:
+        return f"{x.shape[1]} terms are no multiple of {TERMS}"
+    if weight.shape[0] % 16:
+        return f"{weight.shape[0] // 2} columns are no multiple of 8"
+    for name, tensor in (("rows", x), ("matrix", weight)):
+        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
+            return f"the {name}' values are not contiguous, or rows do not begin at multiples of 16 bytes"
+    return None
+
+
+def source() -> str:
+    folders = Path(hopper_prefill.__file__).parent, Path(__file__).parent
+    files = *(folder / "instructions.cu" for folder in folders), folders[1] / "gated_product.cu"
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def macros(dtype: torch.dtype, variant: Variant) -> dict[str, int | str]:
+    return {
+        "HALF": int(dtype == torch.float16),
+        "CLUSTER": variant.cluster,
+        "GROUP": variant.group,
+        "STAGES": variant.stages,
+        "STAGGERED": int(variant.staggered),
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+    }
+
+
+def shared_bytes(variant: Variant) -> int:
+    """Dynamic shared memory of a block: what aligns it, stages, a tile of y, barriers, a number."""
+    stage = (ROWS + 2 * COLUMNS) * TERMS * 2
+    return 1024 + variant.stages * stage + ROWS * COLUMNS * 2 + 2 * variant.stages * 8 + 4
+
+
+def compile_gated(dtype: torch.dtype, variant: Variant) -> bytes:
+    """The binary for Hopper. Raises CompileError."""
+    return compile_cubin(source(), name="gated_product", defines=macros(dtype, variant), arch="sm_90a")
+
+
+@functools.cache
+def _compiled(dtype: torch.dtype, variant: Variant, device: torch.device) -> CudaFunction | None:
+    """None, after a warning, where the kernel cannot be had."""
+    try:
+        cubin = compile_gated(dtype, variant)
+        return load_function(cubin, "multiply_gated", shared_bytes=shared_bytes(variant), device=device)
+    except CudaKernelError as error:
+        warnings.warn(
+            "the Hopper kernel of gate and up cannot be used on this machine; cuBLAS and a kernel for the "
+            f"activation take its place ({str(error)[:300]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _map(encode: Encode, matrix: Tensor, rows: int) -> bytes:
+    """rows: of a box."""
+    sizes, steps = (matrix.shape[1], matrix.shape[0]), (matrix.stride(0) * matrix.itemsize,)
+    return encode(BoxedTensor(matrix.data_ptr(), matrix.dtype, sizes, steps, (64, rows)))
+
+
+def make_params(
+    y: Tensor, x: Tensor, weight: Tensor, variant: Variant, encode: Encode = encode_tensor_map
+) -> Params:
+    """The kernel's argument. encode: makes a tensor map."""
+    params = Params(
+        width=y.shape[1],
+        steps=x.shape[1] // TERMS,
+        row_tiles=-(-x.shape[0] // (variant.cluster * ROWS)),
+        column_tiles=-(-y.shape[1] // COLUMNS),
+    )
+    maps = _map(encode, x, ROWS) + _map(encode, weight, COLUMNS) + _map(encode, y, 64)
+    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
+    ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
+    return params
+
+
+def multiply_gated(x: Tensor, weight: Tensor, variant: Variant = Variant()) -> Tensor | None:
+    """x [M, K], weight [2N, K] (gate rows, then up rows) -> silu(x Wg^T) * (x Wu^T), [M, N]; None where the
+    kernel cannot be compiled.
+
+    M > 0, both on a Hopper GPU, with no `obstacle`; rows may lie apart."""
+    function = _compiled(x.dtype, variant, x.device)
+    if function is None:
+        return None
+    y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    params = make_params(y, x, weight, variant)
+    clusters = min(params.row_tiles * params.column_tiles, count_multiprocessors(x.device) // variant.cluster)
+    function.launch(clusters * variant.cluster, THREADS, (params,))
+    return y
