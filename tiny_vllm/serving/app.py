@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from tiny_vllm.serving import access_log
 from tiny_vllm.serving.admission import ApiKeys
 from tiny_vllm.serving.endpoints import Endpoints
 from tiny_vllm.serving.error_handlers import add_error_handlers
@@ -61,6 +63,8 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
         )
+    if access_log.logger.isEnabledFor(logging.INFO):
+        app.add_middleware(access_log.AccessLog)
     app.openapi = partial(_openapi, app, service, routes)  # type: ignore[method-assign]
     return app
 

@@ -106,6 +106,7 @@ class GenerationResponse(Response):
         with self._admission.entered(self._api_key):
             stream = self._stream_form
             generation = await self._engine.submit(self._prepared, is_streamed=stream is not None)
+            scope["state"]["outputs"] = generation.outputs
             with generation:
                 if stream is not None:
                     await self._stream(generation, stream, send)

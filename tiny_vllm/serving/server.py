@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
             create_app(service, on_engine_end=self._stop_without_engine),
             log_config=None,
             log_level=logging.getLogger("tiny_vllm").getEffectiveLevel() + 10,
-            access_log=logging.getLogger("tiny_vllm").isEnabledFor(logging.INFO),
+            access_log=False,  # ours knows more
             server_header=False,
             http=limited_protocol(service.config.receive_timeout),
             ws="none",
