@@ -62,7 +62,7 @@ class Bench:
         self.keys = noise_keys(counter, counter)
         self.advance = SlotAdvance(counter, counter.clone(), counter.clone(), counter.clone())
         logits = self.x.float() @ weight.float().T
-        self.expected, _ = draw_tokens(logits, self.temperature, self.keys)
+        self.expected = draw_tokens(logits, self.temperature, self.keys)
 
     def draw(self, tiles: Tiles | None) -> Tensor:
         arguments = self.x, self.weight, self.temperature, self.keys, self.advance

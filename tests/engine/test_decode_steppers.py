@@ -57,7 +57,7 @@ class ReferenceChain:
         keys = noise_keys(state.stream[rows], state.sample_position[rows])
         logits = self.logits(state, slots, max_context_len=max_context_len)
         advance = SlotAdvance(slots, state.last_token, state.computed_len, state.sample_position)
-        return draw_tokens_ref(logits, temperature, keys, advance)[0]
+        return draw_tokens_ref(logits, temperature, keys, advance)
 
 
 class Watched:

@@ -84,11 +84,9 @@ def draw_tokens(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> Sam
     batch = sampler.prepare(slots, upload.integers(slots), upload)
     upload.send(PlainTransfers(CPU))
     drawn = sampler.draw(logits, batch, SlotTable(len(sampler.temperature), 1, CPU))
-    tokens, is_valid = drawn.tokens.tolist(), drawn.is_valid.tolist()
-    logprobs = sampler.finish(
-        batch, drawn, [t if ok else None for t, ok in zip(tokens, is_valid, strict=True)]
-    )
-    return Sampled(tokens, logprobs, tuple(row for row, ok in enumerate(is_valid) if not ok))
+    tokens = drawn.tokens.tolist()
+    logprobs = sampler.finish(batch, drawn, [token if token >= 0 else None for token in tokens])
+    return Sampled(tokens, logprobs, tuple(row for row, token in enumerate(tokens) if token < 0))
 
 
 def run(sampler: Sampler, clients: dict[int, Client], steps: int, order: list[int] | None = None) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from tests.helpers.sampling_oracle import draw, kept_tokens
 from tiny_vllm.kernels import sampling
-from tiny_vllm.kernels.sampling import SamplingRows, sample, sample_ref
+from tiny_vllm.kernels.draw_tokens import SlotAdvance
+from tiny_vllm.kernels.sampling import SamplingRows, sample, sample_and_advance, sample_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys, stream_of_seed
 from tiny_vllm.types import SamplingParams
 
@@ -67,9 +68,8 @@ def test_each_parameter_alone_draws_the_oracles_tokens(name: str, make_logits: A
     params = SamplingParams(**CASES[name])
     logits = make_logits(6, VOCAB, seed=len(name))
     rows = rows_of([params] * 6, list(range(6)), list(range(6)), VOCAB)
-    tokens, is_valid = sample(logits.clone(), rows)
+    tokens = sample(logits.clone(), rows)
     assert tokens.tolist() == [draw(logits[i].double().numpy(), params, i, i) for i in range(6)]
-    assert is_valid.all()
 
 
 @pytest.mark.parametrize("make_logits", [random_logits, tied_logits])
@@ -77,11 +77,11 @@ def test_a_ragged_mix_equals_the_reference_and_each_row_alone(make_logits: Any) 
     params = [SamplingParams(**case) for case in CASES.values()]
     logits = make_logits(len(params), VOCAB, seed=1)
     rows = rows_of(params, list(range(len(params))), [3] * len(params), VOCAB)
-    tokens, _ = sample(logits, rows)
-    assert torch.equal(tokens, sample_ref(logits, rows)[0])
+    tokens = sample(logits, rows)
+    assert torch.equal(tokens, sample_ref(logits, rows))
     for i in range(len(params)):
         only = torch.tensor([i])
-        assert torch.equal(sample(logits[only], rows.select(only))[0], tokens[only])
+        assert torch.equal(sample(logits[only], rows.select(only)), tokens[only])
 
 
 @pytest.mark.parametrize("num_candidates", [1, 2, 30, 500, VOCAB - 1, VOCAB])
@@ -91,9 +91,9 @@ def test_the_number_of_candidates_never_changes_a_token(
     params = [SamplingParams(**case) for case in CASES.values()]
     logits = torch.cat([make(len(params), VOCAB, seed=2) for make in (random_logits, tied_logits)])
     rows = rows_of(params * 2, list(range(len(logits))), [0] * len(logits), VOCAB)
-    usual = sample(logits, rows)[0]
+    usual = sample(logits, rows)
     monkeypatch.setattr(sampling, "NUM_CANDIDATES", num_candidates)
-    assert torch.equal(sample(logits, rows)[0], usual)
+    assert torch.equal(sample(logits, rows), usual)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65])
@@ -102,7 +102,7 @@ def test_small_vocabularies_work(vocab_size: int) -> None:
     logits = random_logits(len(params), vocab_size, seed=3)
     rows = rows_of(params, list(range(len(params))), [0] * len(params), vocab_size)
     expected = [draw(logits[i].double().numpy(), p, i, 0) for i, p in enumerate(params)]
-    assert sample(logits, rows)[0].tolist() == expected
+    assert sample(logits, rows).tolist() == expected
 
 
 def test_equal_logits_resolve_to_the_lowest_id_when_greedy() -> None:
@@ -116,14 +116,14 @@ def test_equal_logits_resolve_to_the_lowest_id_when_greedy() -> None:
         {"temperature": 1e-7},
     ]
     rows = rows_of([SamplingParams(**case) for case in cases], [0] * 5, [0] * 5, VOCAB)
-    assert sample(logits, rows)[0].tolist() == [1000] * 5
+    assert sample(logits, rows).tolist() == [1000] * 5
 
 
 def test_min_p_of_one_keeps_every_token_as_likely_as_the_first() -> None:
     logits = torch.zeros(400, VOCAB)
     logits[:, [5, 2000]] = 1e-3
     rows = rows_of([SamplingParams(min_p=1.0)] * 400, list(range(400)), [0] * 400, VOCAB)
-    assert set(sample(logits, rows)[0].tolist()) == {5, 2000}
+    assert set(sample(logits, rows).tolist()) == {5, 2000}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 1e-5, 1e-4, 1e-3])
@@ -136,9 +136,8 @@ def test_tiny_temperatures_equal_argmax_wherever_the_gap_is_clear(temperature: f
     cases: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.1}]
     for case in cases:
         params = [SamplingParams(temperature=temperature, **case)] * 20
-        tokens, is_valid = sample(logits, rows_of(params, list(range(20)), [0] * 20, VOCAB))
+        tokens = sample(logits, rows_of(params, list(range(20)), [0] * 20, VOCAB))
         assert torch.equal(tokens, top)
-        assert is_valid.all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,9 +145,8 @@ def test_masked_tokens_are_never_drawn(name: str) -> None:
     logits = torch.full((50, 300), -math.inf)
     logits[:, 123] = -1e4
     rows = rows_of([SamplingParams(**CASES[name])] * 50, list(range(50)), [0] * 50, 300)
-    tokens, is_valid = sample(logits, rows)
+    tokens = sample(logits, rows)
     assert tokens.tolist() == [123] * 50
-    assert is_valid.all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,13 +155,25 @@ def test_a_broken_row_is_reported_and_leaves_the_others_alone(name: str, damage:
     logits = random_logits(4, VOCAB, seed=5)
     params = [SamplingParams(**CASES[name])] * 4
     rows = rows_of(params, [1, 2, 3, 4], [0] * 4, VOCAB)
-    sound = sample(logits, rows)[0]
+    sound = sample(logits, rows)
     logits[2, slice(None) if damage == -math.inf else 77] = damage
-    tokens, is_valid = sample(logits, rows)
-    assert is_valid.tolist() == [True, True, False, True]
+    tokens = sample(logits, rows)
     others = torch.tensor([0, 1, 3])
     assert torch.equal(tokens[others], sound[others])
-    assert 0 <= tokens[2] < VOCAB
+    assert tokens[2] == -1
+
+
+def test_the_slot_of_a_broken_row_moves_on_with_token_0() -> None:
+    logits = random_logits(2, VOCAB, seed=6)
+    logits[1, 5] = math.nan
+    rows = rows_of([SamplingParams(temperature=0)] * 2, [1, 2], [0] * 2, VOCAB)
+    last_token, computed_len, position = (torch.full((4,), value) for value in (9, 40, 7))
+    advance = SlotAdvance(torch.tensor([3, 1]), last_token, computed_len, position)
+    tokens = sample_and_advance(logits, rows, torch.zeros(4), advance)
+    best = int(logits[0].argmax())
+    assert tokens.tolist() == [best, -1]
+    assert last_token.tolist() == [9, 0, 9, best]
+    assert computed_len.tolist() == [40, 41, 40, 41] and position.tolist() == [7, 8, 7, 8]
 
 
 def frequencies_fit(drawn: np.ndarray, probabilities: np.ndarray) -> bool:
@@ -190,7 +200,7 @@ def test_tokens_appear_as_often_as_their_probability_says(vocab_size: int, name:
     count, drawn = 4000, []
     for position in range(5):
         rows = rows_of([params] * count, list(range(count)), [position] * count, vocab_size)
-        drawn.append(sample(logits.expand(count, -1).contiguous(), rows)[0].numpy())
+        drawn.append(sample(logits.expand(count, -1).contiguous(), rows).numpy())
     assert set(np.concatenate(drawn)) <= set(kept)
     if len(kept) > 1:
         assert frequencies_fit(np.concatenate(drawn), probabilities)
@@ -204,5 +214,5 @@ def test_a_large_vocabulary_is_covered_evenly() -> None:
         streams = torch.tensor([stream_of_seed(seed) for seed in range(count)])
         keys = noise_keys(streams, torch.full((count,), position))
         rows = SamplingRows(params.temperature, params.top_k, params.top_p, params.min_p, keys)
-        drawn.append(sample(torch.zeros(count, vocab_size), rows)[0].numpy())
+        drawn.append(sample(torch.zeros(count, vocab_size), rows).numpy())
     assert frequencies_fit(np.concatenate(drawn) // 768, np.full(64, 1 / 64))

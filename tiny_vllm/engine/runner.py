@@ -197,7 +197,7 @@ class Runner:
         self, drawn: DrawnTokens, sampling: SamplingBatch, result: StepResult
     ) -> ComputedStep | StepUnderWay:
         """result: what is known of prompts; gets the tokens if they are waited for."""
-        tokens = self._transfers.fetch(torch.where(drawn.is_valid, drawn.tokens, -1))
+        tokens = self._transfers.fetch(drawn.tokens)
         if not (sampling.needs_host or result.tells_of_prompts):
             return StepUnderWay(tokens)
         result.token_ids = token_ids = _token_ids(tokens)

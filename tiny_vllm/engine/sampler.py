@@ -78,12 +78,11 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """On the device: tokens [N] I64; is_valid [N] bool, false for rows whose logits hold NaN or +inf, or
-    nothing above -inf. The token of such a row is meaningless: fail its request and release its slot. Other
-    rows are not affected. raw_logits: rows that report log-probabilities."""
+    """On the device: tokens [N] I64, -1 for rows whose logits hold NaN or +inf, or nothing above -inf: fail
+    such a row's request and release its slot. Other rows are not affected. raw_logits: rows that report
+    log-probabilities."""
 
     tokens: Tensor
-    is_valid: Tensor
     raw_logits: Tensor | None
 
 
@@ -171,7 +170,7 @@ class Sampler:
         if batch.penalised:
             self._apply_penalties(logits, batch)
         slot_ids = batch.slot_ids.tensor
-        tokens, is_valid = sample_and_advance(
+        tokens = sample_and_advance(
             logits,
             read_sampling(self._columns, slot_ids),
             self.temperature,
@@ -180,9 +179,9 @@ class Sampler:
         )
         if batch.penalised:
             slots = [batch.slots[row] for row in batch.penalised]
-            drawn = tokens.index_select(0, batch.penalised_rows.tensor)
+            drawn = tokens.index_select(0, batch.penalised_rows.tensor).clamp_(min=0)
             self._seen.record(slots, batch.penalised_slots.tensor, drawn)
-        return DrawnTokens(tokens, is_valid, raw)
+        return DrawnTokens(tokens, raw)
 
     @torch.inference_mode()
     def finish(
@@ -250,7 +249,8 @@ class Sampler:
         for num_top in set(counts):
             members = [i for i, count in enumerate(counts) if count == num_top]
             member_rows = [rows[i] for i in members]
-            entries = _as_logprobs(*token_logprobs(raw[members], drawn.tokens[member_rows], num_top))
+            tokens = drawn.tokens[member_rows].clamp(min=0)
+            entries = _as_logprobs(*token_logprobs(raw[members], tokens, num_top))
             for row, entry in zip(member_rows, entries, strict=True):
                 found[row] = None if token_ids[row] is None else entry
         return found

@@ -7,7 +7,7 @@ writes is the winner of its tile, and the kernel that joins winners is `draw_tok
 of writing and reading logits, and one kernel; the noise is computed while other programs wait for weights.
 
 Not for few rows, whose tiles are so small that there would be tens of thousands of winners to join, nor for
-more than 32: from there on a product that writes its logits is faster, greedy or not, in spite of the writing.
+more than 32, where products that write their logits are faster, greedy or not.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -64,7 +64,7 @@ def draw_from_linear_ref(
 ) -> Tensor:
     """With the logits written."""
     logits = tiled_linear(x, weight, out_dtype=torch.float32, pdl=pdl)
-    return draw_tokens(logits, temperature, keys, advance, pdl)[0]
+    return draw_tokens(logits, temperature, keys, advance, pdl)
 
 
 @jit
@@ -159,7 +159,7 @@ def launch_draw(
         PDL=pdl,
         **launch_options(tiles.num_warps, pdl),
     )
-    return join_tiles(found, temperature, advance, pdl)[0]
+    return join_tiles(found, temperature, advance, pdl)
 
 
 @with_fallback(draw_from_linear_ref)

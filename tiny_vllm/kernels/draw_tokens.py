@@ -63,7 +63,7 @@ def draw_tokens_ref(
     keys: Tensor,
     advance: SlotAdvance | None = None,
     pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """As torch operators. `pdl` is ignored."""
     if advance is not None:
         is_real = advance.slots < temperature.shape[0]
@@ -79,7 +79,7 @@ def draw_tokens_ref(
         advance.last_token[slots] = torch.where(is_valid, tokens, 0)[is_real]
         advance.computed_len[slots] += 1
         advance.sample_position[slots] += 1
-    return torch.where(is_valid, tokens, -1), is_valid
+    return torch.where(is_valid, tokens, -1)
 
 
 @jit
@@ -159,7 +159,6 @@ def _draw_tile_kernel(
 @jit
 def _join_tiles_kernel(
     tokens_ptr,
-    is_valid_ptr,
     scores_ptr,
     maxima_ptr,
     winners_ptr,
@@ -198,7 +197,6 @@ def _join_tiles_kernel(
     token = tl.min(tl.where((scores == best) & is_tile, winners, 0x7FFFFFFF), 0)
     token = token.to(tl.int64)
     tl.store(tokens_ptr + row, tl.where(is_valid, token, -1))
-    tl.store(is_valid_ptr + row, is_valid.to(tl.int8))
     if HAS_SLOTS:
         is_real = entry < num_slots
         tl.store(last_token_ptr + entry, tl.where(is_valid, token, 0), mask=is_real)
@@ -222,18 +220,14 @@ class TileWinners:
         return cls(scores, maxima, torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device))
 
 
-def join_tiles(
-    found: TileWinners, temperature: Tensor, advance: SlotAdvance | None, pdl: bool
-) -> tuple[Tensor, Tensor]:
+def join_tiles(found: TileWinners, temperature: Tensor, advance: SlotAdvance | None, pdl: bool) -> Tensor:
     """The second kernel: as `draw_tokens`."""
     num_rows, num_tiles = found.winners.shape
     device = found.winners.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    is_valid = torch.empty(num_rows, dtype=torch.bool, device=device)
     block_tiles = next_power_of_2(num_tiles)
     _join_tiles_kernel[(num_rows,)](
         tokens,
-        is_valid.view(torch.int8),
         found.scores,
         found.maxima,
         found.winners,
@@ -249,7 +243,7 @@ def join_tiles(
         PDL=pdl,
         **launch_options(max(min(block_tiles // JOINED_PER_WARP, 8), 1), pdl),
     )
-    return tokens, is_valid
+    return tokens
 
 
 @with_fallback(draw_tokens_ref)
@@ -259,7 +253,7 @@ def _launch_draw_tokens(
     keys: Tensor,
     advance: SlotAdvance | None = None,
     pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     num_tiles = ceil_div(vocab_size, BLOCK)
@@ -288,10 +282,10 @@ def draw_tokens(
     keys: Tensor,
     advance: SlotAdvance | None = None,
     pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Token ids [N] int64, and [N] bool: whether the row could be sampled, see `sampling.sample`.
+) -> Tensor:
+    """Token ids [N] int64, -1 where a row's largest logit is not finite.
 
-    temperature: [N], or [S] and indexed by advance.slots. An invalid row's token is -1; its slot gets 0.
+    temperature: [N], or [S] and indexed by advance.slots. Where the token is -1, its slot gets 0.
     pdl: see `triton_support`; keys and temperature must then be complete before the preceding kernel starts.
     """
     op = _launch_draw_tokens if runs_triton(logits) else draw_tokens_ref

@@ -60,24 +60,21 @@ class SamplingRows:
         return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def sample_ref(logits: torch.Tensor, params: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_ref(logits: torch.Tensor, params: SamplingRows) -> torch.Tensor:
     """The whole rule on the whole vocabulary. Shapes as in `sample`."""
     values, token_ids, _ = top_tokens(logits, logits.shape[-1])
     greedy = params.temperature == 0
     scaled = (values - values[:, :1]) / torch.where(greedy, 1.0, params.temperature)[:, None]
     num_kept = _count_kept(scaled, params, scaled.exp().sum(-1, dtype=torch.float64), logits.shape[-1])
     winners = _race(scaled, token_ids, torch.where(greedy, 1, num_kept), params.keys)
-    return winners, values[:, 0].isfinite()
+    return winners.masked_fill(~values[:, 0].isfinite(), -1)
 
 
-def sample(
-    logits: torch.Tensor, params: SamplingRows, *, has_filters: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] I64, and [N] bool: whether the row could be sampled.
+def sample(logits: torch.Tensor, params: SamplingRows, *, has_filters: bool = True) -> torch.Tensor:
+    """Token ids [N] I64, -1 where a row cannot be sampled.
 
-    A row is invalid, and its token meaningless, when its largest logit is not finite: it holds NaN or +inf,
-    or every token is masked. has_filters: False if no row uses one; only a GPU gains by it. The logits may be
-    overwritten.
+    That is when its largest logit is not finite: it holds NaN or +inf, or every token is masked.
+    has_filters: False if no row uses one; only a GPU gains by it. The logits may be overwritten.
     """
     if runs_triton(logits) or logits.device.type != "cpu":
         if has_filters:
@@ -91,7 +88,7 @@ def sample(
     for is_member, draw in ((~drawn, _draw_greedy), (drawn & ~filtered, _draw_all), (filtered, _draw_kept)):
         for rows in _parts(is_member.nonzero().squeeze(-1), len(logits)):
             tokens[rows] = draw(logits[rows], best[rows], params.select(rows))
-    return tokens, best.isfinite()
+    return tokens.masked_fill_(~best.isfinite(), -1)
 
 
 def sample_and_advance(
@@ -101,8 +98,8 @@ def sample_and_advance(
     advance: SlotAdvance,
     *,
     has_filters: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample`, and leave the tokens with their slots.
+) -> torch.Tensor:
+    """`sample`, and leave the tokens with their slots, 0 for -1.
 
     temperature: [S], the column params.temperature was read from. advance: none of its slots is padding.
     """
@@ -110,12 +107,12 @@ def sample_and_advance(
         if has_filters:
             mask_filtered(logits, params.temperature, params.top_k, params.top_p, params.min_p)
         return draw_tokens(logits, temperature, params.keys, advance)
-    tokens, is_valid = sample(logits, params, has_filters=has_filters)
-    advance.last_token.index_copy_(0, advance.slots, tokens)
+    tokens = sample(logits, params, has_filters=has_filters)
+    advance.last_token.index_copy_(0, advance.slots, tokens.clamp(min=0))
     ones = torch.ones_like(advance.slots)
     advance.computed_len.index_add_(0, advance.slots, ones)
     advance.sample_position.index_add_(0, advance.slots, ones)
-    return tokens, is_valid
+    return tokens
 
 
 def _parts(rows: torch.Tensor, num_rows: int) -> Iterator[torch.Tensor | slice]:

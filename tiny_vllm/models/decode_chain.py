@@ -94,7 +94,7 @@ class DecodeChain:
         spec = self._spec
         if len(slots) > MAX_SMALL_ROWS and spec.logit_divisor == 1.0 and spec.logit_softcap is None:
             return draw_from_linear(x, self._lm_head, temperature, inputs.keys, advance, self._pdl)
-        return draw_tokens(self._logits(x), temperature, inputs.keys, advance, self._pdl)[0]
+        return draw_tokens(self._logits(x), temperature, inputs.keys, advance, self._pdl)
 
     @torch.inference_mode()
     def logits(self, state: SlotState, slots: Tensor, *, max_context_len: int | None = None) -> Tensor:
