@@ -121,4 +121,4 @@ inline void store_matrices(u32 address, const u32 (&words)[4]) {
       for (int c = 0; c < 4; ++c) piece.words[c] = (u32)all[lane % 8 * 4 + c];
   }
   emulated::pieces[emulated::self->index].push_back(piece);
-}
+}inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b); }

@@ -81,6 +81,34 @@ def test_the_emulated_kernel_gates_each_row(run: str) -> None:
     check(*(RUNS | SLOW_RUNS)[run])
 
 
+def one_by_one(gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and a matrix with a single term: gates[i] and ups[j] meet in [i, j], and each gate in all rows."""
+    x, weight = torch.zeros(len(gates), 64), torch.zeros(2 * len(ups), 64)
+    x[:, 0], weight[: len(ups), 0] = gates, 1
+    x[:, 1], weight[len(ups) :, 1] = 1, ups
+    return x.bfloat16(), weight.bfloat16()
+
+
+@needs_compiler
+def test_gates_of_every_size() -> None:
+    gates = torch.tensor([0, 1e-30, -1e-30, 5, -5, 40, -40, -43, -44, -90, 300, -300, 1e30, -1e30, -3e38])
+    ups = torch.tensor([1.0, -1, 1e-20, 1e3, -3e8, 0, 7, 8])
+    x, weight = one_by_one(gates, ups)
+    expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
+    actual = multiply_emulated(x, weight, PAIRS).float()
+    error = (actual - expected).abs()
+    assert (error <= 2**-8 * expected.abs() + 6e-18 * ups.bfloat16().float().abs()).all()
+
+
+@needs_compiler
+def test_what_is_no_number_stays_so_in_its_row_alone() -> None:
+    gates, ups = torch.tensor([1.0, torch.nan, 2]), torch.arange(8.0)
+    x, weight = one_by_one(gates, ups)
+    expected = silu_and_mul_ref(x @ weight.T).isnan()
+    actual = multiply_emulated(x, weight, PAIRS).isnan()
+    assert torch.equal(actual, expected) and expected.sum() == len(ups)
+
+
 MISTAKES = {
     "no_fence": ("    fence_shared();\n", ""),
     "a_stage_is_reused_early": ("wait(shared.empty(place.stage), place.parity ^ 1);", ""),

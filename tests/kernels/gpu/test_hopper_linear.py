@@ -66,8 +66,8 @@ def make_case(shape: str, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 def check(actual: Tensor | None, x: Tensor, expected: Tensor) -> None:
     assert actual is not None, "the kernel does not compile"
     assert actual.dtype == x.dtype
-    # Tensor cores cut sums off after each 16 terms: 2^-24 of both factors, of which the
-    # sums are some 2 and the other factor at most 16.
+    # Tensor cores cut sums off after each 16 terms, which costs 2^-24 of them. Gate and up are some 2 each, and
+    # 16 at most.
     terms = x.shape[1]
     rtol, atol = ROUNDING[x.dtype] + 2 * terms / 16 * 2**-24, terms / 16 * 2**-24 * 2 * 16
     torch.testing.assert_close(actual.float(), expected, rtol=rtol, atol=atol)

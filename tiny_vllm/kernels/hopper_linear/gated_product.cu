@@ -96,8 +96,14 @@ DEV void produce(const Params& p, const Shared& shared, int lane) {
     }
 }
 
-DEV float gated(float gate, float up, float factor) {
-  return gate * up * reciprocal(1 + exp2_fast(gate * factor));
+// Two results of a row, packed. Exponents and reciprocals take the longest of what follows the products, so
+// both share a reciprocal, that of 2^126 at most: gates below -43.5 count as that, and give 6e-18 of up at
+// most. factor: of base 2.
+DEV u32 gate_two(float gate, float next_gate, float up, float next_up, float factor) {
+  gate = max_or_nan(gate, -43.5f), next_gate = max_or_nan(next_gate, -43.5f);
+  const float below = 1 + exp2_fast(gate * factor), next_below = 1 + exp2_fast(next_gate * factor);
+  const float inverse = reciprocal(below * next_below);
+  return pack(gate * up * (next_below * inverse), next_gate * next_up * (below * inverse));
 }
 
 struct Consumer {
@@ -167,8 +173,8 @@ struct Consumer {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int first = (span * 8 + part * 4 + i) * 4 + half * 2;
-            words[i] = pack(gated(sums[first], sums[COLUMNS / 2 + first], factor),
-                            gated(sums[first + 1], sums[COLUMNS / 2 + first + 1], factor));
+            words[i] = gate_two(sums[first], sums[first + 1], sums[COLUMNS / 2 + first],
+                                sums[COLUMNS / 2 + first + 1], factor);
           }
           // Pieces of 16 bytes are permuted as the copy expects them.
           const int piece = (part * 4 + lane / 8) ^ row;

@@ -60,6 +60,13 @@ DEV void store_matrices(u32 address, const u32 (&words)[4]) {
                : "memory");
 }
 
+// NaN if one of them is.
+DEV float max_or_nan(float a, float b) {
+  float highest;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(highest) : "f"(a), "f"(b));
+  return highest;
+}
+
 template <>
 DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
   asm volatile(
