@@ -41,6 +41,7 @@ VARIANTS = (
     Variant(group=4),
     Variant(group=16),
     Variant(staggered=False),
+    Variant(split_tail=False),
     Variant(stages=3),
     Variant(cluster=1, group=16),
 )

@@ -51,14 +51,15 @@ def multiply_emulated(
     seed: int = 0,
     mistake: tuple[str, str] | None = None,
 ) -> Tensor:
-    """As `multiply_gated`, on the CPU. mistake: a text of gated_product.cu and what to put in its place.
+    """As `multiply_gated`, on the CPU. clusters: at most. mistake: a text of gated_product.cu and what to put
+    in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
     library = emulated_library(x.dtype, variant, mistake)
     # Rows of guards around the result show what is written beyond it.
     guarded = torch.full((x.shape[0] + 2, weight.shape[0] // 2), torch.nan, dtype=x.dtype)
     y = guarded[1:-1]
-    params = make_params(y, x, weight, variant, encode=emulated_map)
+    params, clusters = make_params(y, x, weight, variant, clusters, encode=emulated_map)
     # Aligned as the device's parameters are.
     space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
     place = -(-ctypes.addressof(space) // 64) * 64

@@ -40,10 +40,14 @@ ALONE = Variant(cluster=1, group=2)
 RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
     "pairs": (PAIRS, torch.bfloat16, 700, 256, 320),
     "alone": (ALONE, torch.bfloat16, 700, 256, 320),
-    "odd_row_tiles": (PAIRS, torch.bfloat16, 257, 128, 128),
+    # Three tiles: with two clusters, one is left, and halved.
+    "a_split_tail": (PAIRS, torch.bfloat16, 700, 128, 192),
     "columns_of_no_tile": (PAIRS, torch.float16, 129, 200, 192),
 }
 SLOW_RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
+    "odd_row_tiles": (PAIRS, torch.bfloat16, 257, 128, 128),
+    "a_split_tail_alone": (ALONE, torch.bfloat16, 600, 128, 320),
+    "a_whole_tail": (Variant(2, 2, 2, split_tail=False), torch.bfloat16, 700, 128, 192),
     "one_row": (PAIRS, torch.bfloat16, 1, 128, 64),
     "few_columns": (ALONE, torch.float16, 130, 8, 128),
     "not_staggered": (Variant(2, 2, 2, False), torch.bfloat16, 500, 384, 256),
@@ -136,6 +140,8 @@ SLOW_MISTAKES = {
     ),
     "a_block_ends_too_early": ("must stay.\n  cluster_sync();", ""),
     "nobody_begins": ("    if (warpgroup == 1) pass_turn();", ""),
+    "skipped_stages_stay": ("      release(place.stage);\n", ""),
+    "a_skipped_turn_stays": ("    take_turn();\n    pass_turn();", ""),
     "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
 }
 
@@ -147,7 +153,7 @@ SLOW_MISTAKES = {
 def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | SLOW_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
-        check(PAIRS, torch.bfloat16, 700, 256, 320, seeds=range(8), mistake=mistake)
+        check(PAIRS, torch.bfloat16, 700, 384, 320, seeds=range(8), mistake=mistake)
 
 
 @pytest.mark.usefixtures("needs_nvrtc")

@@ -21,6 +21,7 @@ VARIANTS = [
     Variant(group=3),
     Variant(stages=3),
     Variant(staggered=False),
+    Variant(split_tail=False),
     Variant(cluster=1),
     Variant(cluster=1, staggered=False),
 ]
@@ -33,6 +34,8 @@ SHAPES = {
     "one_row": (1, 2048, 8192),
     "less_than_a_tile": (77, 576, 1536),
     "odd_row_tiles": (2049, 2048, 8192),
+    # 32 tiles are left for the 66 clusters of 132 multiprocessors.
+    "a_split_tail": (4300, 576, 8192),
     "around_a_tile": (127, 2048, 8192),
     "columns_of_no_tile": (300, 64, 1000),
     "few_columns": (129, 960, 8),
@@ -66,8 +69,8 @@ def make_case(shape: str, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 def check(actual: Tensor | None, x: Tensor, expected: Tensor) -> None:
     assert actual is not None, "the kernel does not compile"
     assert actual.dtype == x.dtype
-    # Tensor cores cut sums off after each 16 terms, which costs 2^-24 of them. Gate and up are some 2 each, and
-    # 16 at most.
+    # Tensor cores cut sums off after each 16 terms, which costs 2^-24 of them. Gate and up are some 2 each,
+    # and 16 at most.
     terms = x.shape[1]
     rtol, atol = ROUNDING[x.dtype] + 2 * terms / 16 * 2**-24, terms / 16 * 2**-24 * 2 * 16
     torch.testing.assert_close(actual.float(), expected, rtol=rtol, atol=atol)
@@ -86,7 +89,7 @@ def test_is_the_operators_in_fp32_rounded_once(device: torch.device, shape: str,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", ["llama_1b", "odd_row_tiles", "columns_of_no_tile"])
+@pytest.mark.parametrize("shape", ["llama_1b", "odd_row_tiles", "a_split_tail", "columns_of_no_tile"])
 def test_other_variants_compute_the_same(device: torch.device, shape: str, variant: Variant) -> None:
     x, weight, expected = make_case(shape, torch.bfloat16, device)
     check(multiply_gated(x, weight, variant), x, expected)

@@ -15,6 +15,9 @@
 // those of gate to both, the other those of up. So a stage is free when the warpgroups of both are done with
 // it.
 //
+// Where few tiles are left for the last round, they are halved, so that it takes half the time: the blocks of
+// a cluster have 64 rows each, and only the first warpgroup computes.
+//
 // Tiles are taken in groups of GROUP rows of tiles, column by column, so that what is computed at the same
 // time has few different rows of x and W, which stay in the L2 cache.
 //
@@ -37,6 +40,7 @@ struct alignas(64) Params {
   int steps;               // K / 64
   int row_tiles;           // of CLUSTER * ROWS rows
   int column_tiles;
+  int whole_tiles;  // those behind are halved
 };
 
 // Where things lie in shared memory.
@@ -63,15 +67,20 @@ struct Place {
 
 struct Tile {
   int row, column;
+  bool is_half;
 };
 
 // The block's tile of a round. False: no tile in this round, and none in later ones.
 DEV bool find_tile(const Params& p, int round, Tile& tile) {
-  const int place = (block_index() + round * num_blocks()) / CLUSTER;
+  int place = (block_index() + round * num_blocks()) / CLUSTER;
+  const int beyond = place - p.whole_tiles;
+  tile.is_half = beyond >= 0;
+  if (tile.is_half) place = p.whole_tiles + beyond / 2;
   if (place >= p.row_tiles * p.column_tiles) return false;
   const int group = place / (GROUP * p.column_tiles), within = place % (GROUP * p.column_tiles);
   const int height = min(p.row_tiles - group * GROUP, GROUP);
-  tile.row = ((group * GROUP + within % height) * CLUSTER + cluster_rank()) * ROWS;
+  tile.row = (group * GROUP + within % height) * CLUSTER * ROWS;
+  tile.row += tile.is_half ? (beyond % 2 * CLUSTER + cluster_rank()) * 64 : cluster_rank() * ROWS;
   tile.column = within / height * COLUMNS;
   return true;
 }
@@ -155,6 +164,16 @@ struct Consumer {
     release(older);
   }
 
+  // A tile's stages and turn pass without products.
+  DEV void skip() {
+    for (int k = 0; k < p.steps; ++k, place.advance()) {
+      wait(shared.full(place.stage), place.parity);
+      release(place.stage);
+    }
+    take_turn();
+    pass_turn();
+  }
+
   // 64 rows by 128 columns of y, by way of shared memory.
   DEV void store(const Tile& tile) {
     if (thread == 0) stores_wait();
@@ -196,8 +215,12 @@ struct Consumer {
     Tile tile;
     if (warpgroup == 1) pass_turn();
     for (int round = 0; find_tile(p, round, tile); ++round) {
-      multiply();
-      store(tile);
+      if (tile.is_half && warpgroup == 1) {
+        skip();
+      } else {
+        multiply();
+        store(tile);
+      }
     }
     // The last token.
     if (warpgroup == 0) take_turn();

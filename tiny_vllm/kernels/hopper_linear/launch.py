@@ -29,12 +29,13 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 class Variant:
     """cluster: blocks that share what they copy of W, 1 or 2. group: rows of tiles (of clusters) that are
     gone through together. stages: of 48 KB in shared memory. staggered: the warpgroups compute activations
-    one after the other."""
+    one after the other. split_tail: a last round that is at most half full has tiles of half the rows."""
 
     cluster: int = 2
     group: int = 8
     stages: int = 4
     staggered: bool = True
+    split_tail: bool = True
 
 
 Encode = Callable[[BoxedTensor], bytes]
@@ -45,8 +46,8 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_char * MAP_BYTES) for name in ("x_map", "weight_map", "y_map")),
-        *((name, ctypes.c_int) for name in ("width", "steps", "row_tiles", "column_tiles")),
-        ("padding", ctypes.c_char * 48),
+        *((name, ctypes.c_int) for name in ("width", "steps", "row_tiles", "column_tiles", "whole_tiles")),
+        ("padding", ctypes.c_char * 44),
     )
 
 
@@ -119,19 +120,29 @@ def _map(encode: Encode, matrix: Tensor, rows: int) -> bytes:
 
 
 def make_params(
-    y: Tensor, x: Tensor, weight: Tensor, variant: Variant, encode: Encode = encode_tensor_map
-) -> Params:
-    """The kernel's argument. encode: makes a tensor map."""
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    variant: Variant,
+    max_clusters: int,
+    encode: Encode = encode_tensor_map,
+) -> tuple[Params, int]:
+    """The kernel's argument, and how many clusters to launch. encode: makes a tensor map."""
+    row_tiles, column_tiles = -(-x.shape[0] // (variant.cluster * ROWS)), -(-y.shape[1] // COLUMNS)
+    tiles = row_tiles * column_tiles
+    left = tiles % max_clusters
+    is_split = variant.split_tail and 2 * left <= max_clusters
     params = Params(
         width=y.shape[1],
         steps=x.shape[1] // TERMS,
-        row_tiles=-(-x.shape[0] // (variant.cluster * ROWS)),
-        column_tiles=-(-y.shape[1] // COLUMNS),
+        row_tiles=row_tiles,
+        column_tiles=column_tiles,
+        whole_tiles=tiles - left if is_split else tiles,
     )
     maps = _map(encode, x, ROWS) + _map(encode, weight, COLUMNS) + _map(encode, y, 64)
     # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
     ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
-    return params
+    return params, min(2 * tiles if is_split else tiles, max_clusters)
 
 
 def multiply_gated(x: Tensor, weight: Tensor, variant: Variant = Variant()) -> Tensor | None:
@@ -143,7 +154,7 @@ def multiply_gated(x: Tensor, weight: Tensor, variant: Variant = Variant()) -> T
     if function is None:
         return None
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    params = make_params(y, x, weight, variant)
-    clusters = min(params.row_tiles * params.column_tiles, count_multiprocessors(x.device) // variant.cluster)
+    max_clusters = count_multiprocessors(x.device) // variant.cluster
+    params, clusters = make_params(y, x, weight, variant, max_clusters)
     function.launch(clusters * variant.cluster, THREADS, (params,))
     return y
