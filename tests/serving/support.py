@@ -70,6 +70,8 @@ class RunningServer:
 
     service: Service
     port: int
+    stop: Callable[[], None]
+    thread: threading.Thread
 
     @property
     def url(self) -> str:
@@ -135,6 +137,7 @@ def running_server(
     model = _model(engine_config.model, engine_config.generation_config)
     service = Service(config, engine_config, model, engine_command=command)
     listener = listening_socket(config.host, config.port)
+    port = listener.getsockname()[1]
     server = Server(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -142,7 +145,7 @@ def running_server(
         if wait:
             wait_until(lambda: service.engine.state is not EngineState.LOADING, 60.0)
             assert service.engine.state is EngineState.READY, service.engine.failure
-        yield RunningServer(service, listener.getsockname()[1])
+        yield RunningServer(service, port, server.stop, thread)
     finally:
         server.stop()
         thread.join(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -270,6 +271,70 @@ def test_stopping_lets_running_requests_finish_and_takes_no_more() -> None:
         assert running.result(0).events()[-1]["choices"][0]["finish_reason"] == "length"
         with pytest.raises(OSError):
             server.get("/health")
+
+
+@contextmanager
+def stopping(server: RunningServer) -> Iterator[Any]:
+    """A server that was told to stop while a request runs; gives the request's future answer."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 200, "stream": True})
+        wait_until(lambda: stats(server) and stats(server).num_running == 1)
+        server.stop()
+        yield running
+
+
+def test_while_requests_finish_probes_are_answered_and_new_ones_are_told_to_go_elsewhere() -> None:
+    with running_server(SLOW_COMMAND, drain_timeout=20.0) as server, stopping(server) as running:
+        wait_until(lambda: server.service.door.is_shut)
+        for _ in range(3):  # each on a connection of its own: the server still listens
+            for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"):
+                answer = server.post(path, {})
+                assert (answer.status, answer.error["type"]) == (503, "server_error")
+                assert "shutting down" in answer.error["message"]
+                assert int(answer.headers["retry-after"]) > 0 and answer.headers["connection"] == "close"
+            ready = server.get("/ready")
+            assert (ready.status, int(ready.headers["retry-after"]) > 0) == (503, True)
+            assert server.get("/health").status == server.get("/metrics").status == 200
+        assert not running.done()
+        assert running.result(20).events()[-1]["choices"][0]["finish_reason"] == "length"
+        server.thread.join(20)
+        with pytest.raises(ConnectionRefusedError):
+            server.get("/ready")
+
+
+def test_ready_fails_at_once_on_a_connection_that_stays_open() -> None:
+    with running_server(SLOW_COMMAND, drain_timeout=20.0) as server:
+        probe = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        for _ in range(2):
+            probe.request("GET", "/ready")
+            answer = probe.getresponse()
+            assert answer.status == 200 and answer.read()
+        with stopping(server) as running:
+            wait_until(lambda: server.service.door.is_shut)
+            probe.request("GET", "/ready")
+            answer = probe.getresponse()
+            assert answer.status == 503 and answer.read()
+            assert running.result(20).status == 200
+        probe.close()
+
+
+def test_during_the_delay_an_idle_server_stays_and_still_takes_requests() -> None:
+    with running_server(drain_delay=1.0) as server:
+        start = time.monotonic()
+        server.stop()
+        assert server.get("/ready").status == 503
+        assert server.complete([5, 6], max_tokens=3).status == 200
+        server.thread.join(20)
+        assert time.monotonic() - start >= 1.0
+
+
+def test_a_server_that_has_not_been_ready_does_not_wait_for_load_balancers() -> None:
+    command = ("env", "STUB_LOAD_SECONDS=30", *STUB_COMMAND)
+    with running_server(command, wait=False, drain_delay=30.0) as server:
+        wait_until(lambda: server.service.engine.load_progress is not None)
+        server.stop()
+        server.thread.join(10)
+        assert not server.thread.is_alive()
 
 
 def test_stopping_ends_what_takes_too_long_with_an_error() -> None:

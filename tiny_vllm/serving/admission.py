@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiny_vllm.serving.errors import ApiError, overloaded
+from tiny_vllm.serving.errors import ApiError, overloaded, shutting_down
 
 
 class ApiKeys:
@@ -35,6 +35,28 @@ class ApiKeys:
                 headers={"www-authenticate": "Bearer"},
             )
         return data.decode()
+
+
+class Door:
+    """Calls that want work done come in through it. num_inside: those that have not left.
+
+    is_shut: whether nobody comes in any more, because the server is shutting down.
+    """
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.is_shut = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, a call is waited for. Raises ApiError (503) when the door is shut."""
+        if self.is_shut:
+            raise shutting_down()
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
 
 
 class Admission:

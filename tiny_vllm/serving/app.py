@@ -53,6 +53,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
         Gate,
         keys=ApiKeys(service.config.api_key),
         open_paths=OPEN_PATHS,
+        door=service.door,
         count=service.metrics.count_response,
     )
     if service.config.cors_origin:

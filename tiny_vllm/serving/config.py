@@ -44,6 +44,9 @@ class ServerConfig:
         60.0, "seconds without a sign of life from the engine until /health fails", low=0.1
     )
     restart_engine: bool = _option(True, "start a new engine process when one has died")
+    drain_delay: float = _option(
+        0.0, "seconds that /ready fails on SIGTERM before requests are refused, for load balancers", low=0.0
+    )
     drain_timeout: float = _option(30.0, "seconds that running requests get to finish on SIGTERM", low=0.0)
     pooling: Pooling = _option(
         "mean", "how /v1/embeddings makes one vector of a prompt's hidden states, unless a request says"

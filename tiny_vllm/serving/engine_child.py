@@ -73,7 +73,8 @@ class EngineChild:
             if self._must_end:
                 self._process.kill()
             code = await self._process.wait()
-            await self._hear_last_words(receiver)
+            if not self._must_end:
+                await self._hear_last_words(receiver)
             return EngineDead(f"its process ended {_describe_exit(code)}")
         finally:
             if receiver is not None:

@@ -113,4 +113,7 @@ class _Reporter:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Everything is sent and closed. Taking Python and torch apart would hold up the server's end.
+    os._exit(code)

@@ -86,6 +86,17 @@ def overloaded(message: str) -> ApiError:
     )
 
 
+def shutting_down() -> ApiError:
+    """The answer to whoever comes when the server is about to end."""
+    return ApiError(
+        503,
+        "the server is shutting down\nhint: try again later",
+        kind="server_error",
+        code="engine_unavailable",
+        headers={"retry-after": RETRY_SECONDS, "connection": "close"},
+    )
+
+
 def schema_error(error: ValidationError) -> ApiError:
     """The first few faults of a body that does not fit its schema, without the body's own values."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)

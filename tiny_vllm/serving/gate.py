@@ -1,16 +1,17 @@
-"""What happens to every HTTP request before and after its endpoint: id, API key, counting."""
+"""What happens to every HTTP request before and after its endpoint: id, API key, door, counting."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiny_vllm.serving.admission import ApiKeys
+from tiny_vllm.serving.admission import ApiKeys, Door
 from tiny_vllm.serving.errors import ApiError
 
 MAX_ID_LEN = 128
@@ -19,7 +20,8 @@ MAX_ID_LEN = 128
 class Gate:
     """ASGI middleware. Puts "request_id" and "api_key" into the request's state.
 
-    open_paths: served without a key. count: called with path and status of every response.
+    open_paths: served without a key. door: what asks for work goes through it. count: called with path and
+    status of every response.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Gate:
         *,
         keys: ApiKeys,
         open_paths: frozenset[str],
+        door: Door,
         count: Callable[[str, int], None],
     ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._door = door
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,14 +57,17 @@ class Gate:
             await send(message)
 
         path = scope["path"]
-        try:
-            state["api_key"] = (
-                "" if path in self._open_paths else self._keys.check(headers.get("authorization"))
-            )
-        except ApiError as error:
-            await error_response(error)(scope, receive, send_with_id)
-            return
-        await self._app(scope, receive, send_with_id)
+        with ExitStack() as inside:
+            try:
+                state["api_key"] = (
+                    "" if path in self._open_paths else self._keys.check(headers.get("authorization"))
+                )
+                if scope["method"] == "POST":
+                    inside.enter_context(self._door.entered())
+            except ApiError as error:
+                await error_response(error)(scope, receive, send_with_id)
+                return
+            await self._app(scope, receive, send_with_id)
 
 
 def error_response(error: ApiError) -> Response:

@@ -1,7 +1,8 @@
 """Runs the server: opens the model's tokenizer, listens, and stops in order.
 
-The first SIGTERM or Ctrl-C stops listening and lets running requests finish, for at most `drain_timeout`
-seconds; the second one ends at once.
+From the first SIGTERM or Ctrl-C on, /ready fails; `drain_delay` seconds later new requests are refused, and
+running ones have `drain_timeout` seconds to finish. Then the server stops listening. The second signal ends
+at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -137,11 +139,29 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.start_failure: TinyVLLMError | None = None
+        self._stop_time: float | None = None
 
     def stop(self) -> None:
-        """Stop listening, and end when the running requests have finished."""
+        """Take no more requests, and end when the running ones have finished."""
         self._service.is_draining = True
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end now. Until then the server listens, if only to say that it takes no more."""
+        return await super().on_tick(counter) and self._is_drained(time.monotonic())
+
+    def _is_drained(self, now: float) -> bool:
+        """Also shuts the door when it is time. now: seconds on the monotonic clock."""
+        config, door = self._service.config, self._service.door
+        if self._stop_time is None:
+            self._stop_time = now
+        # Whoever has never heard that it is ready need not hear that it no longer is.
+        shut_time = self._stop_time + (config.drain_delay if self._service.has_been_ready else 0.0)
+        seconds_left = shut_time + config.drain_timeout - now
+        self.config.timeout_graceful_shutdown = max(seconds_left, 0.0)  # type: ignore[assignment]
+        door.is_shut = now >= shut_time
+        is_over = door.is_shut and (not door.num_inside or seconds_left <= 0)
+        return is_over or self.force_exit
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn does it, but the application also ends in order after a second signal."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.errors import EngineDead
-from tiny_vllm.serving.admission import Admission
+from tiny_vllm.serving.admission import Admission, Door
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineClient
 from tiny_vllm.serving.errors import ApiError
@@ -44,7 +44,10 @@ class ServedModel:
 
 
 class Service:
-    """The state of a server. engine_config: as the user gave it. engine_command: see EngineClient."""
+    """The state of a server. engine_config: as the user gave it. engine_command: see EngineClient.
+
+    is_draining: told to stop, so /ready fails; the door is shut then or, with drain_delay, some time later.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Service:
             lambda: self.engine.stats,
             lambda: self.engine.num_restarts,
         )
+        self.door = Door()
         self.admission = Admission(config.max_requests, config.max_requests_per_key)
         self.engine = EngineClient(
             engine_config,

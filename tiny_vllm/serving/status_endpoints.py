@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from tiny_vllm.serving.errors import ApiError, overloaded
+from tiny_vllm.serving.errors import overloaded, shutting_down
 from tiny_vllm.serving.json_response import json_response
 from tiny_vllm.serving.live import MAX_VIEWERS, LiveResponse
 from tiny_vllm.serving.routes import SSE, Routes
@@ -53,7 +53,7 @@ class StatusEndpoints:
 
     async def ready(self) -> Response:
         if self._service.is_draining:
-            raise ApiError(503, "the server is shutting down", kind="server_error")
+            raise shutting_down()
         self._service.check_health()
         return json_response({"status": "ready"})
 
