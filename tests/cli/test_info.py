@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from tests.helpers.tiny_models import edit_json, make_tiny_llama, save_tiny_llama
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine import build
@@ -58,3 +62,100 @@ def test_sampling_parameters_that_the_model_recommends_are_shown(
         lines = capsys.readouterr().out.splitlines()
         (line,) = (line for line in lines if line.split()[:1] == ["generation_config"])
         assert line.split(maxsplit=1)[1] == words
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_tiny_llama(tmp_path / "tiny", make_tiny_llama())
+
+
+def quantise(directory: Path) -> None:
+    edit_json(directory / "config.json", quantization_config={"quant_method": "awq"})
+
+
+def store_eight_bits(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def lose_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def spoil_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+
+
+def keep_sentencepiece_alone(directory: Path) -> None:
+    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
+
+
+def recommend_nonsense(directory: Path) -> None:
+    edit_json(directory / "generation_config.json", top_p=7)
+
+
+def leave_as_it_is(directory: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (quantise, []),
+        (store_eight_bits, []),
+        (lose_weights, []),
+        (spoil_tokenizer, []),
+        (keep_sentencepiece_alone, []),
+        (recommend_nonsense, []),
+        (leave_as_it_is, ["--max-model-len", "512"]),
+        (leave_as_it_is, ["--num-pages", "1000000000"]),
+        (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"]),
+    ],
+)
+def test_what_loading_would_refuse_is_said_in_the_same_words(
+    change: Callable[[Path], None],
+    options: list[str],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change(checkpoint)
+    arguments = ["--model", str(checkpoint), "--num-pages", "9", *options]
+    assert main(["info", *arguments]) == 1
+    said = capsys.readouterr()
+    assert main(["generate", "x", *arguments]) == 2
+    assert said.err == capsys.readouterr().err
+    assert said.err.startswith("error: ") and said.out == ""
+
+
+def test_a_wrong_option_is_still_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--page-size", "3"]) == 2
+    assert "--page-size is 3" in capsys.readouterr().err
+
+
+def shown_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The rows of the section on the model."""
+    section = capsys.readouterr().out.partition("\nmodel\n")[2].partition("\n\n")[0]
+    return {line[2:33].strip(): line[34:] for line in section.splitlines()}
+
+
+def test_the_tokenizer_and_its_template_are_shown(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["info", str(checkpoint), "--num-pages", "9"]
+    assert main(command) == 0
+    rows = shown_rows(capsys)
+    assert (rows["tokenizer"], rows["chat template"]) == ("320 ids", "yes")
+    edit_json(checkpoint / "tokenizer_config.json", chat_template="{% for %}")
+    assert main(command) == 0
+    assert shown_rows(capsys)["chat template"].startswith(
+        "this model's chat template is not valid Jinja: line 1"
+    )
+    edit_json(checkpoint / "tokenizer_config.json", chat_template=None)
+    assert main(command) == 0
+    assert shown_rows(capsys)["chat template"] == "none: no conversations"
+    (checkpoint / "tokenizer.json").unlink()
+    assert main(command) == 0
+    rows = shown_rows(capsys)
+    assert rows["tokenizer"] == "none: prompts are token ids" and "chat template" not in rows

@@ -76,6 +76,6 @@ def test_what_was_taken_is_among_the_choices_and_in_the_log(
 def test_a_wrong_value_is_refused_before_anything_is_loaded(directory: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(directory, tmp_path / "tiny")
     edit_json(copy / "generation_config.json", top_p=2)
-    with pytest.raises(ModelError, match=r"generation_config\.json: top_p is 2, but must be"):
+    with pytest.raises(ModelError, match=r"generation_config\.json: 'top_p' is 2, but must be"):
         LLM(str(copy), num_pages=64)
     LLM(str(copy), num_pages=64, generation_config="none").close()

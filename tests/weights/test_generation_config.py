@@ -51,15 +51,15 @@ def test_models_without_the_file_have_no_recommendations(directory: Path, tmp_pa
 @pytest.mark.parametrize(
     ("key", "value", "fault"),
     [
-        ("temperature", "hot", "temperature is 'hot', but must be a number"),
-        ("temperature", -1, "temperature is -1, but must be"),
-        ("temperature", float("nan"), "temperature is nan, but must be"),
-        ("top_p", 1.5, "top_p is 1.5, but must be from 0 to 1"),
-        ("top_k", [5], "top_k is [5], but must be an integer"),
-        ("min_p", True, "min_p is True, but must be a number"),
-        ("repetition_penalty", 0, "repetition_penalty is 0, but must be above 0"),
-        ("max_new_tokens", "64", "max_new_tokens is '64', but must be an integer"),
-        ("max_new_tokens", 0, "max_new_tokens is 0, but must be at least 1"),
+        ("temperature", "hot", "'temperature' is 'hot', but must be a number"),
+        ("temperature", -1, "'temperature' is -1, but must be"),
+        ("temperature", float("nan"), "'temperature' is nan, but must be"),
+        ("top_p", 1.5, "'top_p' is 1.5, but must be from 0 to 1"),
+        ("top_k", [5], "'top_k' is [5], but must be an integer"),
+        ("min_p", True, "'min_p' is True, but must be a number"),
+        ("repetition_penalty", 0, "'repetition_penalty' is 0, but must be above 0"),
+        ("max_new_tokens", "64", "'max_new_tokens' is '64', but must be an integer"),
+        ("max_new_tokens", 0, "'max_new_tokens' is 0, but must be at least 1"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_refused_with_file_key_and_value(

@@ -1,8 +1,12 @@
-"""`tiny-vllm info`: the machine, the model, the memory plan and every choice made. Loads no weights."""
+"""`tiny-vllm info`: the machine, the model, the memory plan and every choice made. Loads no weights.
+
+Exit code 1 with one error says that the model would be refused, and why.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,11 +18,16 @@ from tiny_vllm.cli.options import (
     add_engine_options,
     add_model_argument,
     engine_config,
+    spelt_as_options,
 )
 from tiny_vllm.config import GIB, EngineConfig, kv_bytes
+from tiny_vllm.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
+    from tiny_vllm.text.tokenizer import Tokenizer
+
+EXIT_REFUSED = 1
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +48,15 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     from tiny_vllm.engine.build import plan_engine
 
-    plan = plan_engine(config)
+    try:
+        plan = plan_engine(config)
+        sampling = plan.checkpoint.choose_sampling_defaults(config.generation_config)
+        tokenizer = None if plan.checkpoint.tokenizer is None else plan.checkpoint.load_tokenizer()
+    except (ConfigError, ModelError) as error:
+        if args.debug:
+            raise
+        print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
+        return EXIT_REFUSED
     spec, config = plan.checkpoint.spec, plan.config
     assert config.num_pages is not None
     per_page = kv_bytes(
@@ -53,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
     _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
     _section(
         "model",
-        [("name", plan.checkpoint.name), ("parameters", f"{spec.num_parameters:,}"), *_spec_rows(spec)],
+        [
+            ("name", plan.checkpoint.name),
+            ("parameters", f"{spec.num_parameters:,}"),
+            *_spec_rows(spec),
+            *_text_rows(tokenizer),
+        ],
     )
     _section(
         "memory",
@@ -65,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for choice in (*plan.choices, plan.checkpoint.choose_sampling_defaults(config.generation_config)):
+    for choice in (*plan.choices, sampling):
         reasons[choice.name].append(choice.reason)
     _section(
         "options",
@@ -95,6 +117,21 @@ def _spec_rows(spec: ModelSpec) -> Iterator[tuple[str, object]]:
             defaults = {part.name: part.default for part in fields(value)}
             value = ", ".join(f"{name} {parts[name]}" for name in parts if parts[name] != defaults[name])
         yield field.name, f"{value:g}" if isinstance(value, float) else value
+
+
+def _text_rows(tokenizer: Tokenizer | None) -> Iterator[tuple[str, object]]:
+    if tokenizer is None:
+        yield "tokenizer", "none: prompts are token ids"
+        return
+    yield "tokenizer", f"{tokenizer.vocab_size:,} ids"
+    template = "none: no conversations"
+    if tokenizer.chat_template is not None:
+        try:
+            tokenizer.chat_template.render([{"role": "user", "content": "Hello"}])
+            template = "yes"
+        except RequestError as error:
+            template = error.message
+    yield "chat template", template
 
 
 def _shown(name: str, value: object) -> object:

@@ -39,8 +39,9 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
                 raise RequestError(f"{name} is {value}, but must be at least 1")
         except RequestError as error:
             fault = error.message.removeprefix(name)
+            # In quotes the command line does not take the key for its own option.
             raise ModelError(
-                f"{path}: {key}{fault}", hint="correct the file, or use generation_config='none'"
+                f"{path}: {key!r}{fault}", hint="correct the file, or use generation_config='none'"
             ) from None
         defaults[name] = value
     return defaults
