@@ -451,6 +451,12 @@ inline u32 votes(bool vote) {
   return word;
 }
 inline int first_bit(u32 word) { return __builtin_ffs((int)word) - 1; }
+inline int leading_zeros(u32 word) { return word ? __builtin_clz(word) : 32; }
+inline u32 take_number(u32* counter, u32 last) {
+  const u32 number = *counter;
+  *counter = number >= last ? 0 : number + 1;
+  return number;
+}
 inline void store_16_bytes(void* place, u32 a, u32 b, u32 c, u32 d) {
   const u32 words[4] = {a, b, c, d};
   emulated::check((uintptr_t)place % 16 == 0, "an unaligned store");

@@ -80,8 +80,9 @@ def attend_emulated(
     library = emulated_library(shape, variant, mistake)
     output = torch.full_like(q, torch.nan)
     tables = page_table, query_starts, context_lens
+    counter = torch.zeros(1, dtype=torch.int32)
     params = make_params(
-        output, q, k_cache, v_cache, *tables, scale, window, sinks, variant, encode=emulated_map
+        output, q, k_cache, v_cache, *tables, scale, window, sinks, counter, variant, encode=emulated_map
     )
     # Aligned as the device's parameters are.
     space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
@@ -91,4 +92,5 @@ def attend_emulated(
     problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed)
     if problem:
         raise RuntimeError(problem.decode())
+    assert counter == 0, "the next launch would begin elsewhere"
     return output

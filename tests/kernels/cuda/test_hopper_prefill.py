@@ -128,12 +128,16 @@ SLOW_MISTAKES = {
     ),
     "scores_are_read_before_they_come": ("    products_wait<1>();\n", ""),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
-    "a_stage_is_reused_early": ("wait(shared.v_empty(v.stage), v.parity ^ 1);", ""),
+    "a_stage_is_reused_early": (
+        "    wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);\n",
+        "",
+    ),
+    "a_tile_is_replaced_early": ("      wait(shared.q_empty(q.stage), q.parity ^ 1);\n", ""),
     "a_stage_is_never_free": (
         "    release(shared.v_empty(v.stage));\n    shrink",
         "    shrink",
     ),
-    "queries_are_read_before_they_come": ("    wait(shared.q_full(q.stage), q.parity);\n", ""),
+    "queries_are_read_before_they_come": ("      wait(shared.q_full(q.stage), q.parity);\n", ""),
     "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
     "nobody_begins": ("    if (warpgroup == WARPGROUPS - 1) pass_turn();", ""),
     "masks_begin_late": ("(j + 1) * BLOCK_N > first_position + 1", "(j + 1) * BLOCK_N > first_position + 40"),

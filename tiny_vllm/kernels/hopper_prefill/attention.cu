@@ -47,9 +47,15 @@ struct alignas(64) Params {
   const STARTS* query_starts;
   const LENS* context_lens;
   const float* sinks;  // [KV_HEADS][GROUP]
-  i64 table_width;
-  float factor;  // of the scores, for base 2
-  int num_sequences, window;
+  u32* counter;        // 0 before and after a launch
+  float factor;        // of the scores, for base 2
+  int table_width, num_sequences, window;
+};
+
+struct Tile {
+  int sequence, kv_head, first_query, query_end, context_len;
+  int begin, end;  // in BLOCK_N keys; both 0: there are no more tiles
+  DEV int position(int query) const { return context_len - query_end + min(query, query_end - 1); }
 };
 
 // Where things lie in shared memory.
@@ -67,8 +73,9 @@ struct Shared {
   DEV u32 q_empty(int buffer) const { return barrier(FULL + buffer); }
   DEV u32 k_empty(int stage) const { return barrier(FULL + 2 + stage); }
   DEV u32 v_empty(int stage) const { return barrier(FULL + 2 + STAGES + stage); }
-  DEV u32 scratch() const { return barrier(2 * FULL); }     // a word per thread of a warpgroup
-  DEV u32 schedule() const { return scratch() + 128 * 4; }  // 33 words
+  DEV u32 scratch() const { return barrier(2 * FULL); }  // a word per thread of a warpgroup
+  // What the queries in a buffer are, a `Tile`; filled and empty with the queries.
+  DEV u32 tile(int buffer) const { return scratch() + 128 * 4 + buffer * (u32)sizeof(Tile); }
   static constexpr int FULL = 2 + 2 * STAGES;
 };
 
@@ -81,12 +88,6 @@ struct Place {
 };
 using QueryPlace = Place<2>;
 using KeyPlace = Place<STAGES>;  // of values, too
-
-struct Tile {
-  int sequence, kv_head, first_query, query_end, context_len;
-  int begin, end;  // in BLOCK_N keys
-  DEV int position(int query) const { return context_len - query_end + min(query, query_end - 1); }
-};
 
 DEV int count_tiles(const Params& p, int sequence) {
   const STARTS* starts = p.query_starts + sequence;
@@ -106,26 +107,28 @@ DEV int sum_up(int value, int lane) {
 // How many sequences a lane answers for.
 DEV int share_of(const Params& p) { return (p.num_sequences + 31) / 32; }
 
-// By one warp, for all others: how many tiles there are before the sequences of each lane, and in all.
-DEV void write_schedule(const Params& p, u32 schedule, int lane) {
-  const int share = share_of(p);
-  int own = 0;
-  for (int s = lane * share; s < min((lane + 1) * share, p.num_sequences); ++s) own += count_tiles(p, s);
-  store_shared(schedule + 4 + lane * 4, sum_up(own, lane));
-  if (lane == 0) store_shared(schedule, 0);
-}
+// What a lane knows of all tiles: how many there are before those of its sequences, and in all.
+struct Schedule {
+  int before, count;
+  DEV Schedule(const Params& p, int lane) {
+    const int share = share_of(p);
+    int own = 0;
+    for (int s = lane * share; s < min((lane + 1) * share, p.num_sequences); ++s) own += count_tiles(p, s);
+    const int with = sum_up(own, lane);
+    before = with - own;
+    count = (int)broadcast(with, 31) * KV_HEADS;
+  }
+};
 
-// The block's tile of a round, by a whole warp. Tiles are numbered through all sequences; the last of a
-// sequence have the most keys and come first, for all heads. Blocks take them to and fro, so that none
-// gets the longest of every round. False: no tile in this round, and none in later ones.
-DEV bool find_tile(const Params& p, u32 schedule, int round, int lane, Tile& tile) {
-  const int blocks = num_blocks(), count = load_shared(schedule + 32 * 4);
-  const int place = round * blocks + (round & 1 ? blocks - 1 - block_index() : block_index());
-  if (place >= count * KV_HEADS) return false;
-  int left = count - 1 - place / KV_HEADS;
-  const int before = load_shared(schedule + lane * 4);
-  int holder = first_bit(votes(left >= before && left < load_shared(schedule + 4 + lane * 4)));
-  left -= (int)broadcast(before, holder);
+// By a whole warp. Tiles are numbered through all sequences; the last of a sequence have the most keys and
+// come first, for all heads. Without a tile of this number, begin and end are 0.
+DEV Tile find_tile(const Params& p, const Schedule& schedule, int number, int lane) {
+  Tile tile = {};
+  if (number >= schedule.count) return tile;
+  int left = (schedule.count - 1 - number) / KV_HEADS;
+  // The last lane that does not begin behind it: one without tiles begins where the next one does.
+  int holder = 31 - leading_zeros(votes(left >= schedule.before));
+  left -= (int)broadcast(schedule.before, holder);
   const int share = share_of(p);
   tile.sequence = holder * share;
   if (share > 1) {
@@ -141,19 +144,30 @@ DEV bool find_tile(const Params& p, u32 schedule, int round, int lane, Tile& til
     }
     tile.sequence += holder;
   }
-  tile.kv_head = place % KV_HEADS;
+  tile.kv_head = number % KV_HEADS;
   tile.first_query = (int)load_constant(p.query_starts + tile.sequence) + left * QUERIES;
   tile.query_end = (int)load_constant(p.query_starts + tile.sequence + 1);
   tile.context_len = (int)load_constant(p.context_lens + tile.sequence);
   tile.begin = WINDOWED ? max(tile.position(tile.first_query) - p.window + 1, 0) / BLOCK_N : 0;
   tile.end = tile.position(tile.first_query + QUERIES - 1) / BLOCK_N + 1;
-  return true;
+  return tile;
+}
+
+DEV void store_tile(u32 target, const Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(Tile) / 4; ++i) store_shared(target + i * 4, ((const int*)&tile)[i]);
+}
+DEV Tile load_tile(u32 source) {
+  Tile tile;
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(Tile) / 4; ++i) ((int*)&tile)[i] = load_shared(source + i * 4);
+  return tile;
 }
 
 // The numbers of PAGES pages from this one on, of which `left` are there; the last one's for the rest.
-DEV void load_pages(const TABLE* page, int left, u32 (&pages)[PAGES]) {
+DEV void load_pages(const TABLE* table, u32 page, int left, u32 (&pages)[PAGES]) {
 #pragma unroll
-  for (int i = 0; i < PAGES; ++i) pages[i] = (u32)load_constant(page + min(i, left - 1));
+  for (int i = 0; i < PAGES; ++i) pages[i] = (u32)load_constant(table + (page + min(i, left - 1)));
 }
 
 // By one thread: pages of keys or values into a stage of shared memory.
@@ -170,38 +184,66 @@ DEV void copy_pages(const TensorMap& map, u32 target, u32 full, const u32 (&page
     }
 }
 
-// A warp for queries and keys, one for values: a copy of a page is many instructions that wait for each
-// other. Only one thread copies, and the compiler knows it by `is_elected`; for any other test it writes
-// loops.
+// By one thread: all keys or values of a tile. number: how many times BLOCK_N of them came before; it counts
+// on.
 template <bool KEYS>
-DEV void produce(const Params& p, const Shared& shared, int lane) {
-  Tile tile;
-  u32 loaded = 0;  // how many times BLOCK_N keys or values
-  for (int round = 0; find_tile(p, shared.schedule(), round, lane, tile); ++round) {
+DEV void copy_tile(const Params& p, const Shared& shared, const Tile& tile, u32& number) {
+  u32 page = tile.sequence * p.table_width + tile.begin * PAGES;  // of the table
+  int left = (tile.context_len + PAGE_SIZE - 1) / PAGE_SIZE - tile.begin * PAGES;
+  for (int j = tile.begin; j < tile.end; ++j, ++number) {
+    const KeyPlace place(number);
+    u32 pages[PAGES];
+    load_pages(p.page_table, page, left, pages);
+    wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);
+    copy_pages(KEYS ? p.k : p.v, KEYS ? shared.keys(place.stage) : shared.values(place.stage),
+               KEYS ? shared.k_full(place.stage) : shared.v_full(place.stage), pages, min(left, PAGES),
+               tile.kv_head);
+    page += PAGES, left -= PAGES;
+  }
+}
+
+// A warp takes tiles and copies their queries and keys, another copies their values: a copy of a page is many
+// instructions that wait for each other. One thread of each does it, and the compiler knows that by
+// `is_elected`; for any other test it writes a loop round every copy.
+//
+// A block begins with the tile of its own number and takes the others one by one from a counter. In all the
+// counter is asked once for every tile: each block that has had a tile is refused once.
+DEV void produce_keys(const Params& p, const Shared& shared, int lane) {
+  const Schedule schedule(p, lane);
+  int number = block_index();
+  u32 loaded = 0;
+  for (int round = 0;; ++round) {
+    const Tile tile = find_tile(p, schedule, number, lane);
+    const QueryPlace q(round);
     if (is_elected()) {
-      if (KEYS) {
-        const QueryPlace q(round);
-        wait(shared.q_empty(q.stage), q.parity ^ 1);
+      wait(shared.q_empty(q.stage), q.parity ^ 1);
+      store_tile(shared.tile(q.stage), tile);
+      if (tile.end == 0) {
+        arrive(shared.q_full(q.stage));
+      } else {
         arrive_expecting(shared.q_full(q.stage), QUERIES * GROUP * HEAD_DIM * 2);
 #pragma unroll
         for (int span = 0; span < SPANS; ++span)
           copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
                    tile.first_query, shared.q_full(q.stage));
-      }
-      const TABLE* page = p.page_table + tile.sequence * p.table_width + tile.begin * PAGES;
-      int left = (tile.context_len + PAGE_SIZE - 1) / PAGE_SIZE - tile.begin * PAGES;
-      for (u32 number = loaded, end = loaded + tile.end - tile.begin; number < end; ++number) {
-        const KeyPlace place(number);
-        u32 pages[PAGES];
-        load_pages(page, left, pages);
-        wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);
-        copy_pages(KEYS ? p.k : p.v, KEYS ? shared.keys(place.stage) : shared.values(place.stage),
-                   KEYS ? shared.k_full(place.stage) : shared.v_full(place.stage), pages, min(left, PAGES),
-                   tile.kv_head);
-        page += PAGES, left -= PAGES;
+        copy_tile<true>(p, shared, tile, loaded);
       }
     }
-    loaded += tile.end - tile.begin;
+    if (tile.end == 0) break;
+    number = num_blocks() + (int)broadcast(lane == 0 ? take_number(p.counter, schedule.count - 1) : 0, 0);
+  }
+}
+
+DEV void produce_values(const Params& p, const Shared& shared) {
+  if (!is_elected()) return;
+  u32 loaded = 0;
+  for (int round = 0;; ++round) {
+    const QueryPlace q(round);
+    wait(shared.q_full(q.stage), q.parity);
+    const Tile tile = load_tile(shared.tile(q.stage));
+    arrive(shared.q_empty(q.stage));
+    if (tile.end == 0) break;
+    copy_tile<false>(p, shared, tile, loaded);
   }
 }
 
@@ -372,9 +414,9 @@ struct Consumer {
     pack_weights(scores, weights);
   }
 
-  DEV void attend(int round, const Tile& tile) {
+  DEV void attend(int round, Tile tile) {
     // The first row's and last row's positions of the warpgroup say where masks are needed.
-    const int row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
+    const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
     const int last_position = tile.position(tile.first_query + (warpgroup * 64 + 63) / GROUP);
 #pragma unroll
@@ -393,7 +435,6 @@ struct Consumer {
 
     const QueryPlace q(round);
     const KeyPlace k(done);
-    wait(shared.q_full(q.stage), q.parity);
     wait(shared.k_full(k.stage), k.parity);
     hold(scores);
     products_begin();
@@ -413,7 +454,8 @@ struct Consumer {
       else
         step<false>(round, j);
     }
-    release(shared.q_empty(QueryPlace(round).stage));
+    // Read again, so that it needs no registers meanwhile.
+    tile = load_tile(shared.tile(q.stage));
 
     const KeyPlace v(done - 1);
     wait(shared.v_full(v.stage), v.parity);
@@ -431,18 +473,24 @@ struct Consumer {
       float total = rows.total[half];
       total += exchange(total, 1);
       total += exchange(total, 2);
-      const int own = row + half * 8;
+      const u32 own = row + half * 8;
       const int query = tile.first_query + own / GROUP;
       const i64 head = ((i64)query * KV_HEADS + tile.kv_head) * GROUP + own % GROUP;
       store_row((u8*)p.output + head * HEAD_DIM * 2, output, half, reciprocal(total), lane,
                 own < QUERIES * GROUP && query < tile.query_end);
     }
+    release(shared.q_empty(q.stage));
   }
 
   DEV void consume() {
-    Tile tile;
     if (warpgroup == WARPGROUPS - 1) pass_turn();
-    for (int round = 0; find_tile(p, shared.schedule(), round, lane, tile); ++round) attend(round, tile);
+    for (int round = 0;; ++round) {
+      const QueryPlace q(round);
+      wait(shared.q_full(q.stage), q.parity);
+      const Tile tile = load_tile(shared.tile(q.stage));
+      if (tile.end == 0) break;
+      attend(round, tile);
+    }
     // The last token.
     if (warpgroup == 0) take_turn();
   }
@@ -457,19 +505,19 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     fetch_map(p.q), fetch_map(p.k), fetch_map(p.v);
     for (int i = 0; i < Shared::FULL; ++i) {
       barrier_init(shared.barrier(i), 1);
-      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS);
+      // What is said of a tile's queries is read by the warp of the values, too.
+      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (i < 2));
     }
     publish_barriers();
   }
-  if (thread < 32) write_schedule(p, shared.schedule(), lane);
   named_sync(0, (WARPGROUPS + 1) * 128);
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {
     release_registers<PRODUCER_REGISTERS>();
     if (thread < 32)
-      produce<true>(p, shared, lane);
+      produce_keys(p, shared, lane);
     else if (thread < 64)
-      produce<false>(p, shared, lane);
+      produce_values(p, shared);
   } else {
     claim_registers<CONSUMER_REGISTERS>();
     Consumer(p, shared, warpgroup - 1, thread % 128).consume();

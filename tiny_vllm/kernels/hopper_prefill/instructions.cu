@@ -236,6 +236,9 @@ DEV T exchange(T value, int lane_mask) {
 DEV int shift_up(int value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 DEV u32 votes(bool vote) { return __ballot_sync(~0u, vote); }
 DEV int first_bit(u32 word) { return __ffs(word) - 1; }
+DEV int leading_zeros(u32 word) { return __clz(word); }
+// Counts from 0 to `last` and begins anew.
+DEV u32 take_number(u32* counter, u32 last) { return atomicInc(counter, last); }
 DEV void store_16_bytes(void* place, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");

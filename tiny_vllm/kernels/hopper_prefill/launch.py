@@ -74,11 +74,10 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_char * MAP_BYTES) for name in ("q_map", "k_map", "v_map")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("output", "page_table", "query_starts", "context_lens", "sinks")
+            for name in ("output", "page_table", "query_starts", "context_lens", "sinks", "counter")
         ),
-        ("table_width", ctypes.c_int64),
         ("factor", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("num_sequences", "window")),
+        *((name, ctypes.c_int) for name in ("table_width", "num_sequences", "window")),
     )
 
 
@@ -150,10 +149,10 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, the schedule."""
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, two tiles."""
     queries = 2 * variant.warpgroups * 64 * head_dim * 2
     keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
-    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 33 * 4
+    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28
 
 
 def count_tiles(num_tokens: int, num_sequences: int, group: int, variant: Variant) -> int:
@@ -223,10 +222,11 @@ def make_params(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    counter: Tensor,
     variant: Variant,
     encode: Encode = encode_tensor_map,
 ) -> Params:
-    """The kernel's argument. sinks: FP32. encode: makes a tensor map."""
+    """The kernel's argument. sinks: FP32. counter: int32, 0. encode: makes a tensor map."""
     group = q.shape[1] // k_cache.shape[1]
     queries = variant.warpgroups * 64 // group
     k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
@@ -236,6 +236,7 @@ def make_params(
         query_starts=query_starts.data_ptr(),
         context_lens=context_lens.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
+        counter=counter.data_ptr(),
         table_width=page_table.stride(0),
         factor=scale * LOG2_E,
         num_sequences=len(context_lens),
@@ -249,6 +250,12 @@ def make_params(
     # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
     ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
     return params
+
+
+@functools.cache
+def _counter(device: torch.device, stream: int) -> Tensor:
+    """A stream's own: its launches come one after another, and each leaves 0."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def attend(
@@ -292,7 +299,8 @@ def attend(
     output = torch.empty_like(q)
     sinks = None if sinks is None else sinks.float()
     tables = page_table, query_starts, context_lens
-    params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, variant)
+    counter = _counter(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, counter, variant)
     tiles = count_tiles(num_tokens, len(context_lens), group, variant) * num_kv_heads
     blocks = min(tiles, multiprocessors)
     function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
