@@ -48,9 +48,6 @@ from tiny_vllm.kernels.triton_support import (
 )
 from tiny_vllm.kernels.wide_product import has_wide_bmm, wide_bmm
 
-# Not before its tests have passed on a GPU: it was written and emulated without one, see LOG.md.
-TAKES_HOPPER_KERNEL = False
-
 QUERY_TILE = 128
 KEY_TILE = 1024
 # On a CPU: the fewest queries of a tile, and the FP32 scores a tile may hold before it takes fewer queries.
@@ -61,7 +58,7 @@ MAX_TILE_SCORES = 1 << 22
 # warps, what a Hopper tensor-core instruction takes; FP32 outputs and scores of a row are BLOCK_DIM + keys
 # registers over a row's threads, which bounds the keys as heads grow. Stages of K and V tiles in shared
 # memory: 2 x (64 + 64) keys of 128 values are 64 KB, two programs per multiprocessor.
-TILES_16_BIT = ((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2)))
+TILES_16_BIT = ((64, (128, 64, 4, 3)), (128, (64, 64, 4, 2)), (256, (64, 32, 8, 2)))
 # FP32 products have no tensor cores: small tiles.
 TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
 
@@ -532,8 +529,7 @@ def attend_fast(
 ) -> Tensor:
     """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere."""
     pages = page_table, query_starts, context_lens
-    is_hopper = TAKES_HOPPER_KERNEL and hopper.is_hopper(q.device)
-    if is_hopper and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
+    if hopper.is_hopper(q.device) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
         q = q.contiguous()
         if hopper.obstacle(q, k_cache, v_cache, scale, softcap) is None:
             output = hopper.attend(q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks)

@@ -293,7 +293,6 @@ def test_what_it_can_take_goes_to_it_on_hopper_and_the_rest_to_triton(
         taken.append(f"triton, window {options['window']}, cap {options['softcap']}")
         return torch.zeros(1)
 
-    monkeypatch.setattr(prefill_attention, "TAKES_HOPPER_KERNEL", True)
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "attend", hopper)
     monkeypatch.setattr(prefill_attention, "attend_chunks", triton)

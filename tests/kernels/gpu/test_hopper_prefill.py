@@ -163,6 +163,5 @@ def test_the_engine_takes_it(device: torch.device, monkeypatch: pytest.MonkeyPat
         return taken[-1]
 
     monkeypatch.setattr(launch, "attend", note)
-    monkeypatch.setattr(prefill_attention, "TAKES_HOPPER_KERNEL", True)
     case.check(prefill_attention.attend_fast(*case.arguments))
     assert len(taken) == 1
