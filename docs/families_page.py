@@ -5,10 +5,12 @@ python -m docs.families_page
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from docs.family_differences import RECORD
 from tests.helpers.tiny_families import CASES
 from tests.weights.test_family_logits import NOT_IN_GGUF, NUM_TOKENS, PROMPT_LEN, TOLERANCE
 from tiny_vllm.models.families import FAMILIES, Family, windows_everywhere
@@ -17,6 +19,7 @@ from tiny_vllm.models.spec import RopeScaling
 from tiny_vllm.weights.gguf_file import PLAIN_DTYPES, QUANTISED_TYPES
 from tiny_vllm.weights.safetensors_file import DTYPE_NAMES
 
+MEASURED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
 PAGE = Path(__file__).parent / "reference" / "families.md"
 
 INTRODUCTION = """\
@@ -26,7 +29,7 @@ Written by `python -m docs.families_page` from `tiny_vllm/models/families.py`; a
 
 A model is recognised by `architectures` (or `model_type`) of its config.json, or by `general.architecture` of
 its GGUF file. Anything else is refused with this list; so is a value that would change the output and is not
-understood. `tiny-vllm info --model MODEL` prints what was understood without loading weights.
+understood. `tiny-vllm info MODEL` prints what was understood, or why it is refused, without loading weights.
 """
 
 PATHS = """\
@@ -50,12 +53,16 @@ Each case is a tiny random model of transformers, in FP32, with a prompt of {PRO
 its window and, where one is stated, than the length its RoPE is scaled from.
 
 - *logits*: of the prompt and {NUM_TOKENS} greedy tokens, within {TOLERANCE:g} of transformers, tokens equal.
+  The table has the largest difference that was measured, and the largest logit beside it.
 - *schedules*: ragged batch, prompts in chunks of 13 tokens, prefix hit, preemption, n = 2: tokens equal.
 - *GGUF*: the same logits from a GGUF file of the model, where the format can describe it.
 
 Real weights: SmolLM2-135M (bundled) and Gemma 3 270M (Q4_K_M) give the greedy text of transformers from the
 same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (205) and of SentencePiece
 (304); 24 of each have control tokens that are to stay plain text.
+
+`python -m docs.family_differences` has measured the differences ({MEASURED["processor"]}, torch
+{MEASURED["torch"]}, transformers {MEASURED["transformers"]}); `tests/weights/test_family_logits.py` bounds them.
 """
 
 
@@ -130,7 +137,9 @@ def family_rows() -> Iterator[tuple[str, ...]]:
 def check_rows() -> Iterator[tuple[str, ...]]:
     for family in FAMILIES:
         for case in cases_of(family):
-            yield family.name, case, "yes", "yes", "not expressible" if case in NOT_IN_GGUF else "yes"
+            numbers = MEASURED["cases"][case]
+            logits = f"{numbers['largest_difference']:.1e} of {numbers['largest_logit']:.1f}"
+            yield family.name, case, logits, "yes", "not expressible" if case in NOT_IN_GGUF else "yes"
 
 
 def render() -> str:

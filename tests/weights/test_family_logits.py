@@ -55,11 +55,16 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
+def logits_of_both(case: str, directory: Path) -> tuple[list[int], Tensor, Tensor]:
+    """Our greedy tokens after the prompt, and the logits of all positions, ours and transformers'."""
+    model = make_tiny_model(case)
+    tokens, logits = load(save(directory, model)).generate(prompt(), NUM_TOKENS)
+    return tokens, logits, all_logits(model, prompt() + tokens[:-1])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
-    model = make_tiny_model(case)
-    tokens, logits = load(save(tmp_path, model)).generate(prompt(), NUM_TOKENS)
-    expected = all_logits(model, prompt() + tokens[:-1])
+    tokens, logits, expected = logits_of_both(case, tmp_path)
     assert_close(logits, expected)
     # Each of our tokens is the greedy one after what precedes it, so all are those of a greedy run.
     assert tokens == expected[PROMPT_LEN - 1 :].argmax(-1).tolist()
