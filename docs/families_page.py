@@ -62,7 +62,7 @@ same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoke
 (304); 24 of each have control tokens that are to stay plain text.
 
 `python -m docs.family_differences` has measured the differences ({MEASURED["processor"]}, torch
-{MEASURED["torch"]}, transformers {MEASURED["transformers"]}); `tests/weights/test_family_logits.py` bounds them.
+{MEASURED["torch"]}, transformers {MEASURED["transformers"]}); `make test` holds them to the tolerance.
 """
 
 
