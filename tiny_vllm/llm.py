@@ -42,6 +42,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": ..., "content": ...} for every message."""
 
+PROMPT_HINT = "a prompt is a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+CONVERSATION_HINT = "a conversation is a list of {'role': ..., 'content': ...}"
+
 NOT_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 
 
@@ -122,7 +125,9 @@ class LLM:
         plain text, those of the template alone count, unless parse_special_tokens.
         """
         _check_flag("parse_special_tokens", parse_special_tokens)
-        items: Sequence[Any] = [messages] if _is_conversation(messages) else _as_list("messages", messages)
+        items: Sequence[Any] = [messages]
+        if not _is_conversation(messages):
+            items = _as_list("messages", messages, "conversation", CONVERSATION_HINT)
         default = self._chat_sampling_params()
         build = partial(self._builder.build_chat, parse_special_tokens=parse_special_tokens)
         return self._run(items, build, sampling_params, default, priority, cache_salt, use_tqdm)
@@ -415,7 +420,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     if hasattr(prompts, "tolist") and not isinstance(prompts, NOT_LISTS):
         prompts = prompts.tolist()  # numpy arrays and torch tensors
-    items = _as_list("prompts", prompts)
+    items = _as_list("prompts", prompts, "prompt", PROMPT_HINT)
     if items and not any(
         isinstance(item, str | Mapping | Sequence) or hasattr(item, "__len__") for item in items
     ):
@@ -423,9 +428,11 @@ def _as_prompts(prompts: Any) -> list[Any]:
     return items
 
 
-def _as_list(name: str, value: object) -> list[Any]:
+def _as_list(name: str, value: object, what: str, hint: str) -> list[Any]:
+    """what: one of them. hint: how that is written."""
     if isinstance(value, NOT_LISTS) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} is of type {type(value).__name__}, but must be a list")
+        kind = type(value).__name__
+        raise RequestError(f"{name} is of type {kind}, but must be a {what} or a list of {what}s", hint=hint)
     return list(value)
 
 

@@ -131,3 +131,21 @@ def test_unknown_sampling_parameters_are_request_errors() -> None:
     with pytest.raises(RequestError, match=r"max_token'(.|\n)*did you mean max_tokens"):
         SamplingParams(max_token=3)  # type: ignore[call-arg]
     assert copy.deepcopy(SamplingParams(n=2)) == pickle.loads(pickle.dumps(SamplingParams(n=2)))
+
+
+@pytest.mark.parametrize("value", [b"x", 5, None, {5, 6}, memoryview(b"x")])
+def test_what_is_no_prompt_is_told_what_would_be_one(value: Any, llm: LLM) -> None:
+    kind = type(value).__name__
+    for call in (llm.generate, llm.embed):
+        with pytest.raises(RequestError) as error:
+            call(value)
+        assert error.value.message == f"prompts is of type {kind}, but must be a prompt or a list of prompts"
+        assert error.value.hint == (
+            "a prompt is a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+        )
+    with pytest.raises(RequestError) as error:
+        llm.chat(value)
+    assert error.value.message == (
+        f"messages is of type {kind}, but must be a conversation or a list of conversations"
+    )
+    assert error.value.hint == "a conversation is a list of {'role': ..., 'content': ...}"

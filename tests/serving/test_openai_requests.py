@@ -104,3 +104,36 @@ def test_of_two_limits_of_a_chat_both_hold(server: RunningServer) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, **limits}
         answer = server.post("/v1/chat/completions", body)
         assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (
+            {"max_completion_tokens": -1},
+            "max_completion_tokens",
+            "max_completion_tokens is -1, but must be at",
+        ),
+        (
+            {"max_completion_tokens": -1, "max_tokens": 5},
+            "max_completion_tokens",
+            "max_completion_tokens is -1",
+        ),
+        (
+            {"max_completion_tokens": 5, "max_tokens": -1},
+            "max_tokens",
+            "max_tokens is -1, but must be at least",
+        ),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens", f"max_completion_tokens is {2**63}, but"),
+        ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_completion_tokens (3)"),
+        ({"max_completion_tokens": 3, "max_tokens": 2, "min_tokens": 4}, "min_tokens", "than max_tokens (2)"),
+    ],
+)
+def test_a_wrong_limit_of_a_chat_has_the_name_that_the_client_sent(
+    body: dict[str, Any], param: str, words: str, server: RunningServer
+) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **body})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert words in answer.error["message"]
+    other = "max_tokens" if "max_completion_tokens" in words else "max_completion_tokens"
+    assert other not in answer.error["message"]

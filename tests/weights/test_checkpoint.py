@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,16 @@ def test_a_gguf_file_may_lend_its_tokenizer(single: Path) -> None:
     checkpoint = opened(single, tokenizer=str(bundled_model_path()))
     assert checkpoint.eos_token_ids[-1] == 2
     assert checkpoint.load_tokenizer().vocab_size == 49152
+
+
+def test_a_damaged_tokenizer_of_a_gguf_file_is_named_with_its_file(single: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, make_tiny_llama())
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"gpt9"))
+    fault = re.escape(f"{path}: tokenizer.ggml.model is 'gpt9'")
+    for checkpoint in (opened(path), opened(single, tokenizer=str(path))):
+        with pytest.raises(ModelError, match=fault):
+            checkpoint.load_tokenizer()
 
 
 def test_a_missing_tokenizer_is_refused_when_it_is_needed(directory: Path) -> None:

@@ -17,7 +17,17 @@ MAX_PLACE_LEN = 100
 MAX_SHOWN_ERRORS = 5
 RETRY_SECONDS = "1"
 PARAMETERS = frozenset(
-    {*SAMPLING_FIELDS, "cache_salt", "dimensions", "input", "messages", "priority", "prompt", "tokens"}
+    {
+        *SAMPLING_FIELDS,
+        "cache_salt",
+        "dimensions",
+        "input",
+        "max_completion_tokens",
+        "messages",
+        "priority",
+        "prompt",
+        "tokens",
+    }
 )
 
 

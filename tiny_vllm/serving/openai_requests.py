@@ -95,20 +95,21 @@ class RequestMaker:
     def chat(self, body: ChatBody, call: Call) -> list[PreparedRequest]:
         """One request for a conversation. Raises ApiError or RequestError."""
         options = self._sampling_options(body)
-        limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
-        if min(limits, default=0) < 0 and body.max_tokens is None:
-            message = f"max_completion_tokens is {limits[0]}, but must be at least 0"
-            raise ApiError(400, message, param="max_completion_tokens")
+        given = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+        limits = {name: limit for name, limit in given.items() if limit is not None}
+        limit_name = min(limits, key=limits.__getitem__, default="max_tokens")
         # Without a limit, an answer may fill the context.
-        options["max_tokens"] = min(limits, default=self.sampling_defaults.get("max_tokens"))
+        options["max_tokens"] = limits.get(limit_name, self.sampling_defaults.get("max_tokens"))
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs is not None:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         generates = body.add_generation_prompt is not False
+        with _naming_limit(limit_name):
+            params = SamplingParams(**options)
         prepared = self.builder.build_chat(
             body.messages,
-            SamplingParams(**options),
+            params,
             add_generation_prompt=generates,
             template_variables=body.chat_template_kwargs,
             parse_special_tokens=body.parse_special_tokens is True,
@@ -223,6 +224,16 @@ def _naming_prompt(name: str, place: int, num_prompts: int) -> Iterator[None]:
         if num_prompts == 1 or what or not found:
             raise
         raise type(error)(f"{name}[{place}] {fault}", hint=error.hint) from None
+
+
+@contextmanager
+def _naming_limit(name: str) -> Iterator[None]:
+    """Has errors call max_tokens what the client calls it."""
+    try:
+        yield
+    except RequestError as error:
+        hint = None if error.hint is None else error.hint.replace("max_tokens", name)
+        raise RequestError(error.message.replace("max_tokens", name), hint=hint) from None
 
 
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:

@@ -86,7 +86,11 @@ class Checkpoint:
         if self.tokenizer is None:
             raise ModelError(f"{self.name} has no tokenizer", hint="pass tokenizer=")
         if isinstance(self.tokenizer, GGUFFile):
-            return tokenizer_from_gguf(self.tokenizer.vocabulary())
+            vocabulary = self.tokenizer.vocabulary()
+            try:
+                return tokenizer_from_gguf(vocabulary)
+            except ModelError as error:
+                raise ModelError(f"{self.tokenizer.path}: {error.message}", hint=error.hint) from error
         return load_tokenizer_directory(self.tokenizer)
 
 
