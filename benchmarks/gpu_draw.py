@@ -1,15 +1,17 @@
-"""Is the LM head faster when its tiles draw than when it writes logits from which a kernel draws?
+"""Is the LM head faster when its tiles draw than when it writes logits from which a kernel draws? And what
+does that kernel take alone?
 
     PYTHONPATH=. python3 benchmarks/gpu_draw.py --output draw.json
 
 The LM head of Llama-3.2-1B's shape in BF16, random weights; every variant of tiles is compiled by worker
-processes, its tokens are compared with those drawn from FP32 logits, and it is timed as a graph. `written` is
-what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`.
+processes, its tokens are compared with those torch draws from FP32 logits, and it is timed as a graph. `written` is
+what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`. `draw alone` is the latter.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -21,7 +23,7 @@ from torch import Tensor
 from benchmarks.gpu_timing import Report, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
 from tiny_vllm.kernels.draw_from_linear import draw_from_linear_ref, launch_draw
-from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
+from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref, launch_draw_tokens
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.tiled_linear import Tiles
 from tiny_vllm.kernels.triton_support import has_pdl
@@ -33,6 +35,9 @@ VARIANTS = {
     32: ((64, 64, 5, 0, 4), (128, 64, 4, 0, 8)),
     64: ((64, 64, 5, 0, 4),),
 }
+ROWS_ALONE = (64, 256)
+# Logits per program, warps.
+TILES_ALONE = ((2048, 4), (1024, 2), (1024, 4), (2048, 8), (4096, 8))
 
 
 def compile_variant(rows: int, variant: tuple[int, ...]) -> str:
@@ -61,8 +66,8 @@ class Bench:
         counter = torch.arange(rows, device=device)
         self.keys = noise_keys(counter, counter)
         self.advance = SlotAdvance(counter, counter.clone(), counter.clone(), counter.clone())
-        logits = self.x.float() @ weight.float().T
-        self.expected = draw_tokens(logits, self.temperature, self.keys)
+        self.logits = self.x.float() @ weight.float().T
+        self.expected = draw_tokens_ref(self.logits, self.temperature, self.keys)
 
     def draw(self, tiles: Tiles | None) -> Tensor:
         arguments = self.x, self.weight, self.temperature, self.keys, self.advance
@@ -70,12 +75,15 @@ class Bench:
             return draw_from_linear_ref(*arguments, self.pdl)
         return launch_draw(*arguments, tiles, self.pdl)
 
-    def measure(self, report: Report, name: str, tiles: Tiles | None, compiled: str) -> None:
-        same = float((self.draw(tiles) == self.expected).float().mean())
-        seconds = time_graph(partial(self.draw, tiles))
+    def draw_alone(self, block: int, num_warps: int) -> Tensor:
+        arguments = self.logits, self.temperature, self.keys, self.advance
+        return launch_draw_tokens(*arguments, self.pdl, block, num_warps)
+
+    def measure(self, report: Report, name: str, draw: Callable[[], Tensor], compiled: str = "") -> None:
+        same = float((draw() == self.expected).float().mean())
         report.add(
-            rows=len(self.x), temperature=float(self.temperature[0]), variant=name, us=seconds * 1e6,
-            same=same, compiled=compiled,
+            rows=len(self.x), temperature=float(self.temperature[0]), variant=name,
+            us=time_graph(draw) * 1e6, same=same, compiled=compiled,
         )  # fmt: skip
 
 
@@ -97,10 +105,19 @@ def main() -> None:
     for rows, variants in VARIANTS.items():
         for temperature in (0.0, 0.6):
             bench = Bench(weight, rows, temperature)
-            report.section("written", partial(bench.measure, report, "written", None, ""))
+            run = partial(bench.draw, None)
+            report.section("written", partial(bench.measure, report, "written", run))
             for variant in variants:
-                name, how = str(variant), compiled[rows, variant]
-                report.section(name, partial(bench.measure, report, name, Tiles(*variant), how))
+                name, run = str(variant), partial(bench.draw, Tiles(*variant))
+                report.section(name, partial(bench.measure, report, name, run, compiled[rows, variant]))
+    for rows in ROWS_ALONE:
+        for temperature in (0.0, 0.6):
+            bench = Bench(weight, rows, temperature)
+            run = partial(bench.draw, None)
+            report.section("written", partial(bench.measure, report, "written", run))
+            for tiles in TILES_ALONE:
+                name, run = f"draw alone {tiles}", partial(bench.draw_alone, *tiles)
+                report.section(name, partial(bench.measure, report, name, run))
 
 
 if __name__ == "__main__":

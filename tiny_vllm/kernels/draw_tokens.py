@@ -246,17 +246,19 @@ def join_tiles(found: TileWinners, temperature: Tensor, advance: SlotAdvance | N
     return tokens
 
 
-@with_fallback(draw_tokens_ref)
-def _launch_draw_tokens(
+def launch_draw_tokens(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,
-    advance: SlotAdvance | None = None,
-    pdl: bool = False,
+    advance: SlotAdvance | None,
+    pdl: bool,
+    block: int,
+    num_warps: int,
 ) -> Tensor:
+    """As `draw_tokens`, from tiles of `block` tokens."""
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
-    num_tiles = ceil_div(vocab_size, BLOCK)
+    num_tiles = ceil_div(vocab_size, block)
     found = TileWinners.empty(num_rows, num_tiles, logits.device)
     _draw_tile_kernel[(num_rows, num_tiles)](
         found.scores,
@@ -268,12 +270,23 @@ def _launch_draw_tokens(
         found.winners if advance is None else advance.slots,
         temperature.shape[0],
         vocab_size,
-        BLOCK=BLOCK,
+        BLOCK=block,
         HAS_SLOTS=advance is not None,
         PDL=pdl,
-        **launch_options(NUM_WARPS, pdl),
+        **launch_options(num_warps, pdl),
     )
     return join_tiles(found, temperature, advance, pdl)
+
+
+@with_fallback(draw_tokens_ref)
+def _launch_draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    advance: SlotAdvance | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    return launch_draw_tokens(logits, temperature, keys, advance, pdl, BLOCK, NUM_WARPS)
 
 
 def draw_tokens(
