@@ -22,8 +22,11 @@ extern "C" __global__ void through_shared(float* out, int n) {
 }
 // Every block waits for all others: only launches that run all blocks at once end.
 extern "C" __global__ void meet(int* arrived) {
-  atomicAdd(arrived, 1);
-  while (atomicAdd(arrived, 0) < gridDim.x) {}
+  if (threadIdx.x == 0) {
+    atomicAdd(arrived, 1);
+    while (atomicAdd(arrived, 0) < gridDim.x) {}
+  }
+  __syncthreads();
 }
 """
 
