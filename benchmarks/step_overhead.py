@@ -2,23 +2,25 @@
 
     PYTHONPATH=. python benchmarks/step_overhead.py [--sequences 1 8 64 256] [--steps 400] [--repeats 5]
         [--device cuda] [--json FILE]
-    PYTHONPATH=. python benchmarks/step_overhead.py prompts [--prompts 64] [--length 2048 [2048]] [--repeats 5]
+    PYTHONPATH=. python benchmarks/step_overhead.py prompts [--prompts 64] [--length 100 1024] [--repeats 5]
 
 The kernels of a decode step are replaced by tokens drawn in advance; everything else is the engine's own,
 planning one step ahead. Prints microseconds per step: the median of each repeat's steps, and of these the
 smallest, because other programs on the machine only ever add. On a GPU, `submit` contains the copies to and
 from the device, and nothing waits for them.
 
-`prompts` calls `LLM.generate` for prompts of token ids, one new token each, with a layer of random weights that
-never runs. In milliseconds, the smallest of the repeats: first, from the call to the first step's forward pass, when
-a GPU would begin; per_step, from one forward pass to the next, and its parts; last, from the last one to the
-outputs. Every repeat has prompts of its own. Run it with PYTHONPATH at another commit for the figures before a change.
+`prompts` calls `LLM.generate` for prompts of token ids, one new token each, with a layer of random weights
+that never runs. In milliseconds, the smallest of the repeats: first, from the call to the first step's
+forward pass, when a GPU would begin; per_step, from one forward pass to the next, and its parts; last, from
+the last one to the outputs. Every repeat has prompts of its own. Run it with PYTHONPATH at another commit for
+the figures before a change.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -211,7 +213,7 @@ def measure_prompts(num_prompts: int, lengths: list[int], num_repeats: int) -> d
             llm.generate(prompts, params, use_tqdm=False)
             end = time.perf_counter()
             begun = decoder.begun
-            steps = [after - before for before, after in zip(begun, begun[1:], strict=False)]
+            steps = [after - before for before, after in itertools.pairwise(begun)]
             times = {"first": begun[0] - start, "per_step": statistics.median(steps), "last": end - begun[-1]}
             runs.append({**times, **watch.medians(), "all": end - start})
     best = {f"{name}_ms": round(min(run[name] for run in runs) * 1e3, 2) for name in runs[0]}
