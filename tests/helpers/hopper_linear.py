@@ -7,6 +7,7 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from torch import Tensor
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import Params, Variant, make_params, shared_bytes
+from tiny_vllm.models.mlp import MLP
+from tiny_vllm.models.residual import ResidualJoin
+from tiny_vllm.models.spec import ModelSpec, RopeSpec
+from tiny_vllm.models.weights import LayerWeights
 
 HERE = Path(__file__).parent
 
@@ -70,3 +75,27 @@ def multiply_emulated(
     if not guarded[[0, -1]].isnan().all():
         raise RuntimeError("written beyond the result")
     return y
+
+
+def make_mlp(gate_up: Tensor, bias: Tensor | None = None, **traits: Any) -> MLP:
+    """One of gate_up [2I, H] with an identity, H x I, as its last product. traits: of its spec."""
+    intermediate, hidden = gate_up.shape[0] // 2, gate_up.shape[1]
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=hidden,
+        max_position_embeddings=8,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=1e4, rotary_dim=hidden),
+        **traits,
+    )
+    none = gate_up.new_empty(0)
+    down = torch.eye(hidden, intermediate, dtype=gate_up.dtype, device=gate_up.device)
+    return MLP(
+        spec, LayerWeights(none, none, none, none, gate_up, down, gate_up_bias=bias), ResidualJoin(spec, None)
+    )

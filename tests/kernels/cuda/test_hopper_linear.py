@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.cubin import resource_usage
-from tests.helpers.hopper_linear import multiply_emulated
+from tests.helpers.hopper_linear import make_mlp, multiply_emulated
 from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import meta, missing_tools
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import (
     CONSUMER_REGISTERS,
+    MIN_ROWS,
     PRODUCER_REGISTERS,
     Variant,
     compile_gated,
@@ -27,6 +28,7 @@ from tiny_vllm.kernels.hopper_linear.launch import (
     shared_bytes,
 )
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
+from tiny_vllm.models import mlp
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
@@ -234,3 +236,40 @@ def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPat
     with pytest.warns(RuntimeWarning, match="NVRTC is not here"):
         assert multiply_gated(x, weight) is None
     assert multiply_gated(x, weight) is None  # warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("is_hopper", "is_compiled", "rows", "terms", "traits", "is_asked"),
+    [
+        (True, True, MIN_ROWS, 64, {}, True),
+        (True, False, MIN_ROWS, 64, {}, True),
+        (False, True, MIN_ROWS, 64, {}, False),
+        (True, True, MIN_ROWS - 1, 64, {}, False),
+        (True, True, MIN_ROWS, 32, {}, False),
+        (True, True, MIN_ROWS, 64, {"activation": "gelu_tanh"}, False),
+        (True, True, MIN_ROWS, 64, {"bias": torch.zeros(128, dtype=torch.float16)}, False),
+    ],
+)
+def test_an_mlp_takes_it_on_hopper_for_many_rows(
+    is_hopper: bool,
+    is_compiled: bool,
+    rows: int,
+    terms: int,
+    traits: dict[str, Any],
+    is_asked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def stand_in(x: Tensor, weight: Tensor) -> Tensor | None:
+        asked.append((*x.shape, *weight.shape))
+        return torch.full((len(x), 64), 2, dtype=x.dtype) if is_compiled else None
+
+    monkeypatch.setattr(mlp, "is_hopper", lambda device: is_hopper)
+    monkeypatch.setattr(launch, "multiply_gated", stand_in)
+    # A type whose matrices stay plain on a CPU, too.
+    layer = make_mlp(torch.ones(128, terms, dtype=torch.float16), **traits)
+    hidden, residual = torch.zeros(rows, terms).half(), torch.ones(rows, terms).half()
+    result = layer(hidden, residual)
+    assert asked == [(rows, terms, 128, terms)] * is_asked
+    assert (result == (3 if is_asked and is_compiled else 1)).all()

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.kernels.hopper_linear.launch import Variant, compile_gated, multiply_gated, obstacle
+from tests.helpers.hopper_linear import make_mlp
+from tiny_vllm.kernels.hopper_linear import launch
+from tiny_vllm.kernels.hopper_linear.launch import (
+    MIN_ROWS,
+    Variant,
+    compile_gated,
+    multiply_gated,
+    obstacle,
+)
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 
@@ -127,3 +135,22 @@ def test_a_graph_replays_it_on_new_values(device: torch.device) -> None:
     x.copy_(kept)
     graph.replay()
     check(y, x, expected)
+
+
+def test_an_mlp_takes_it_for_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[Tensor | None] = []
+
+    def record(x: Tensor, weight: Tensor) -> Tensor | None:
+        results.append(multiply_gated(x, weight))
+        return results[-1]
+
+    monkeypatch.setattr(launch, "multiply_gated", record)
+    x = torch.randn(MIN_ROWS, 576, device=device).bfloat16()
+    weight = torch.randn(2 * 1536, 576, device=device).mul_(576**-0.5).bfloat16()
+    mlp = make_mlp(weight)
+    actual = mlp(x, torch.zeros_like(x))
+    # The last product is by an identity: the first columns come through.
+    check(actual, x, silu_and_mul_ref(F.linear(x.float(), weight.float()))[:, :576])
+    assert len(results) == 1 and results[0] is not None
+    mlp(x[1:], torch.zeros_like(x[1:]))
+    assert len(results) == 1
