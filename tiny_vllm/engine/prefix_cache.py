@@ -21,10 +21,16 @@ def root_hash(salt: str | None) -> bytes:
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], page_size: int) -> None:
     """Append the hashes of the full pages of `token_ids` that `hashes` does not cover yet."""
-    for index in range(len(hashes), len(token_ids) // page_size):
-        previous = hashes[-1] if hashes else root
-        tokens = array("q", token_ids[index * page_size : (index + 1) * page_size])
-        hashes.append(sha256(previous + tokens.tobytes()).digest())
+    first, end = len(hashes), len(token_ids) // page_size
+    if first >= end:
+        return
+    # One conversion for all pages: made page by page it costs as much as the hash.
+    content = array("q", token_ids[first * page_size : end * page_size]).tobytes()
+    num_bytes = page_size * 8
+    latest = hashes[-1] if hashes else root
+    for start in range(0, len(content), num_bytes):
+        latest = sha256(latest + content[start : start + num_bytes]).digest()
+        hashes.append(latest)
 
 
 def find_prefix(pool: PagePool, hashes: Sequence[bytes], num_unseen: Callable[[int], int]) -> list[int]:
