@@ -115,6 +115,6 @@ def server(tiny: Tiny) -> Iterator[Served]:
         "max_n": 8,
     }
     with running_server(ENGINE_COMMAND, engine, max_prompts=16) as running:
-        served = Served(running.service, running.port, tiny)
+        served = Served(running.service, running.port, running.stop, running.thread, tiny)
         yield served
         served.assert_alive_and_right()
