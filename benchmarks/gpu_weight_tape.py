@@ -21,7 +21,7 @@ from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.step import TapeStep
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.rope import rope_table
-from tiny_vllm.models.tape_decode import TapeDecode
+from tiny_vllm.models.tape_decode import TapeDecode, compile_tape
 
 
 def time_steps(
@@ -75,7 +75,9 @@ def main() -> None:
         pages = torch.randperm(num_slots * pages_per_slot, device="cuda").view(num_slots, -1) + 1
         state = SlotState(pages, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone())
         cos_sin = rope_table(spec.rope, max_len=max(contexts) + 64).cuda()
-        tape = TapeDecode(spec, weights, cos_sin, cache, state, torch.zeros(num_slots, device="cuda"))
+        functions = compile_tape(spec, PAGE_SIZE, num_slots, cache.k.device)
+        temperature = torch.zeros(num_slots, device="cuda")
+        tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
         for rows in rows_wanted:
             step = tape.step(rows)
             step.slots.fill_(num_slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
+from tests.models.reference import PagedDecoder, spec_of, weights_of
 from tiny_vllm import LLM, RequestOutput, SamplingParams
 from tiny_vllm.engine import build
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
@@ -176,13 +178,19 @@ def test_a_slot_that_changes_hands_is_sampled_by_its_new_owners_rules(directory:
         assert stepper.num_logits == 5 and len(stepper.drawn) == 5
 
 
-def test_a_tape_that_does_not_compile_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise CompileError("NVRTC cannot compile the kernel tape")
-
-    monkeypatch.setattr(build, "TapeDecode", refuse)
+def test_a_tape_that_does_not_compile_is_replaced_with_one_warning() -> None:
+    compiling: Future[Any] = Future()
+    compiling.set_exception(CompileError("NVRTC cannot compile the kernel tape"))
     nothing: Any = None
     with pytest.warns(RuntimeWarning, match="NVRTC cannot compile the kernel tape") as warned:
         sampler: Any = SimpleNamespace(temperature=None)
-        assert build._make_tape(nothing, nothing, nothing, nothing, nothing, sampler) == []
+        assert build._make_tape(nothing, nothing, nothing, nothing, nothing, sampler, compiling) == []
     assert len(warned) == 1
+
+
+def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page() -> None:
+    model = make_tiny_llama()
+    paged = PagedDecoder(spec_of(model.config), weights_of(model), page_size=16, num_pages=5, poison=7.0)
+    build._load_prompt_kernels(paged.decoder, paged.kv_cache)
+    for pages in (paged.kv_cache.k, paged.kv_cache.v):
+        assert (pages[:, 1:] == 7).all() and not (pages[:, 0] == 7).any()

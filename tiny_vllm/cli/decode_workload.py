@@ -22,7 +22,7 @@ from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.models.tape_decode import TapeDecode, tape_obstacle, tape_shape
+from tiny_vllm.models.tape_decode import TapeDecode, compile_tape, tape_obstacle, tape_shape
 from tiny_vllm.models.weights import ModelWeights
 
 Step = Callable[[], Any]
@@ -125,8 +125,15 @@ class DecodeWorkload:
     def _make_tape_step(self) -> Step:
         model = self.model
         assert model.kept_weights is not None
+        functions = compile_tape(model.spec, self.cache.page_size, len(self.slots), self.slots.device)
         tape = TapeDecode(
-            model.spec, model.kept_weights, model.decoder.cos_sin, self.cache, self.state, self.temperature
+            model.spec,
+            model.kept_weights,
+            model.decoder.cos_sin,
+            self.cache,
+            self.state,
+            self.temperature,
+            functions,
         )
         step = tape.step(len(self.slots))
         # Slots beyond the tables are padding, of which a step may have some.

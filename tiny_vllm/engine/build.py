@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,15 +33,17 @@ from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.transfers import transfers_to
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.kernels.cpu_decode import has_numba
+from tiny_vllm.kernels.cuda.driver import CudaFunction
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
+from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.experts import MAX_PICKS
 from tiny_vllm.models.kv_cache import KVCache, fp8_obstacle
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.models.tape_decode import TapeDecode, tape_bytes, tape_obstacle
+from tiny_vllm.models.tape_decode import TapeDecode, compile_tape, tape_bytes, tape_obstacle
 from tiny_vllm.models.weights import ModelWeights
 from tiny_vllm.weights.checkpoint import Checkpoint, open_checkpoint
 from tiny_vllm.weights.load import load_weights
@@ -162,6 +165,12 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     spec = checkpoint.spec
+    compiling = None
+    if config.weight_tape:
+        # Beside all that follows: three to four seconds where nothing is cached.
+        worker = ThreadPoolExecutor(1)
+        compiling = worker.submit(compile_tape, spec, config.page_size, config.max_num_seqs, device)
+        worker.shutdown(wait=False)
     weights = load_weights(checkpoint, dtype=dtype, device=device, seed=config.seed, progress=progress)
     kv_cache = KVCache.allocate(
         spec,
@@ -184,8 +193,10 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         state = SlotState(
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
         )
-        if config.weight_tape:
-            steppers += _make_tape(spec, kept, decoder.cos_sin, kv_cache, state, sampler)
+        if has_chain:
+            _load_prompt_kernels(decoder, kv_cache)
+        if compiling is not None:
+            steppers += _make_tape(spec, kept, decoder.cos_sin, kv_cache, state, sampler, compiling)
         if has_chain:
             chain = DecodeChain(spec, kept, decoder.cos_sin, kv_cache)
             steppers.append(DecodeGraphs(chain, state, sampler.temperature, capture=not config.enforce_eager))
@@ -203,6 +214,25 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
     )
 
 
+@torch.inference_mode()
+def _load_prompt_kernels(decoder: Decoder, kv_cache: KVCache) -> None:
+    """Compile or load what prompts run through: a prompt of two pages, all of it on the null page."""
+    num_tokens = 2 * kv_cache.page_size
+    positions = torch.arange(num_tokens, device=kv_cache.k.device)
+    zeros, none = torch.zeros_like(positions), positions[:0]
+    batch = ForwardBatch(
+        token_ids=zeros,
+        positions=positions,
+        cells=positions % kv_cache.page_size,
+        decode_page_table=none.view(0, 1),
+        decode_context_lens=none,
+        prefill_page_table=zeros[:2].view(1, 2),
+        prefill_query_starts=positions[:1].new_tensor([0, num_tokens]),
+        prefill_context_lens=positions[-1:] + 1,
+    )
+    decoder.logits(decoder.forward(batch, kv_cache)[-1:])
+
+
 def _make_tape(
     spec: ModelSpec,
     weights: ModelWeights,
@@ -210,10 +240,12 @@ def _make_tape(
     kv_cache: KVCache,
     state: SlotState,
     sampler: Sampler,
+    compiling: Future[dict[int, CudaFunction]],
 ) -> list[DecodeStepper]:
     """The weight tape, or nothing where its kernel does not compile or its memory is not to be had."""
     try:
-        return [TapeDecode(spec, weights, cos_sin, kv_cache, state, sampler.temperature)]
+        functions = compiling.result()
+        return [TapeDecode(spec, weights, cos_sin, kv_cache, state, sampler.temperature, functions)]
     except (CudaKernelError, torch.cuda.OutOfMemoryError) as error:
         warnings.warn(
             f"the weight tape cannot run here, slower kernels take its place: {error}",

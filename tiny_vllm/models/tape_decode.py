@@ -6,6 +6,7 @@ batches read plain rows. It costs the model's weights once more in memory (2.5 G
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -85,11 +86,23 @@ def tape_bytes(spec: ModelSpec, page_size: int) -> int:
     return TapeLayout.of(tape_shape(spec, page_size)).num_bytes
 
 
+def compile_tape(
+    spec: ModelSpec, page_size: int, num_slots: int, device: torch.device
+) -> dict[int, CudaFunction]:
+    """The kernels by the rows they take, compiled side by side. Raises CudaKernelError."""
+    layout = TapeLayout.of(tape_shape(spec, page_size))
+    # No bucket beyond the first that holds all slots.
+    buckets = [bucket for bucket in token_buckets(layout.shape) if bucket < 2 * num_slots]
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        functions = pool.map(lambda bucket: compile_step(layout, bucket, device), buckets)
+        return dict(zip(buckets, functions, strict=True))
+
+
 class TapeDecode:
     """Decode steps of up to `max_rows` slots: a `DecodeStepper`.
 
     weights: plain matrices, BF16. cos_sin: see `rope_table`. state, temperature: columns of the slot tables.
-    Raises CudaKernelError if a kernel cannot be compiled or loaded here, before it takes memory.
+    functions: of `compile_tape`.
     """
 
     def __init__(
@@ -100,19 +113,13 @@ class TapeDecode:
         kv_cache: KVCache,
         state: SlotState,
         temperature: Tensor,
+        functions: Mapping[int, CudaFunction],
     ) -> None:
         self.layout = TapeLayout.of(tape_shape(spec, kv_cache.page_size))
-        num_slots = temperature.shape[0]
-        buckets = token_buckets(self.layout.shape)
-        # No bucket beyond the first that holds all slots.
-        self._buckets = tuple(bucket for bucket in buckets if bucket < 2 * num_slots)
         self._state = state
         self._temperature = temperature
-        with ThreadPoolExecutor(len(self._buckets)) as pool:
-            functions = pool.map(
-                lambda bucket: compile_step(self.layout, bucket, temperature.device), self._buckets
-            )
-            self._functions = dict(zip(self._buckets, functions, strict=True))
+        self._functions = functions
+        self._buckets = tuple(functions)
         self._model = _tape_model(self.layout, spec, weights, cos_sin, kv_cache)
         self._steps: dict[int, TapeStep] = {}
         self._standing: dict[int, Tensor] = {}

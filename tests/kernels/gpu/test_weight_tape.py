@@ -18,7 +18,7 @@ from tiny_vllm.kernels.triton_support import INTERPRETED
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.rope import rope_table
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
-from tiny_vllm.models.tape_decode import TapeDecode
+from tiny_vllm.models.tape_decode import TapeDecode, compile_tape
 from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
 pytestmark = [
@@ -112,7 +112,8 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> Wo
     )
     cos_sin = rope_table(spec.rope, max_len=MAX_LEN).to(device)
     temperature = torch.zeros(NUM_SLOTS, device=device)
-    tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature)
+    functions = compile_tape(spec, PAGE_SIZE, NUM_SLOTS, device)
+    tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
     return World(spec, weights, cache, cos_sin, state, temperature, tape)
 
 
