@@ -113,7 +113,5 @@ class _Reporter:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    # Everything is sent and closed. Taking Python and torch apart would hold up the server's end.
-    os._exit(code)
+    # Afterwards everything is sent and closed. Taking Python and torch apart would hold up the server's end.
+    os._exit(main(sys.argv[1:]))
