@@ -10,10 +10,11 @@ smallest, because other programs on the machine only ever add. On a GPU, `submit
 from the device, and nothing waits for them.
 
 `prompts` calls `LLM.generate` for prompts of token ids, one new token each, with a layer of random weights
-that never runs. In milliseconds, the smallest of the repeats: first, from the call to the first step's
-forward pass, when a GPU would begin; per_step, from one forward pass to the next, and its parts; last, from
-the last one to the outputs. Every repeat has prompts of its own. Run it with PYTHONPATH at another commit for
-the figures before a change.
+that never runs. In milliseconds of the thread's processor time, because its turns are shorter than this takes
+where others want the core; the smallest of the repeats. first: from the call to the first step's forward
+pass, when a GPU would begin; per_step: from one forward pass to the next, and its parts; last: from the last
+one to the outputs. Every repeat has prompts of its own. Run it with PYTHONPATH at another commit for the
+figures before a change.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class NoDecoder:
 
     def __init__(self) -> None:
         self.begun: list[float] = []
-        """When each forward pass began, in seconds."""
+        """The thread's processor time at the beginning of each forward pass, in seconds."""
 
     def forward(self, batch: ForwardBatch, kv_cache: object) -> Tensor:
-        self.begun.append(time.perf_counter())
+        self.begun.append(time.thread_time())
         return torch.zeros(len(batch.token_ids), 1, device=batch.token_ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ class NoKernels:
 class Stopwatch:
     """Seconds of every call of an engine's parts, by name, from now on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds: dict[str, list[float]] = {name: [] for name in PARTS}
         for owner, method, name in (
             (engine.scheduler, "schedule", "schedule"),
@@ -118,9 +120,9 @@ class Stopwatch:
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = self._clock()
             result = function(*args)
-            self.seconds[name].append(time.perf_counter() - start)
+            self.seconds[name].append(self._clock() - start)
             return result
 
         return timed
@@ -199,7 +201,7 @@ def measure_prompts(num_prompts: int, lengths: list[int], num_repeats: int) -> d
         )
     engine = llm._live_engine()
     runner: Any = engine._executor
-    watch = Stopwatch(engine)
+    watch = Stopwatch(engine, time.thread_time)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     with llm:
         for _ in range(num_repeats):
@@ -209,9 +211,9 @@ def measure_prompts(num_prompts: int, lengths: list[int], num_repeats: int) -> d
             ]
             decoder = runner._decoder = NoDecoder()
             gc.collect()
-            start = time.perf_counter()
+            start = time.thread_time()
             llm.generate(prompts, params, use_tqdm=False)
-            end = time.perf_counter()
+            end = time.thread_time()
             begun = decoder.begun
             steps = [after - before for before, after in itertools.pairwise(begun)]
             times = {"first": begun[0] - start, "per_step": statistics.median(steps), "last": end - begun[-1]}
