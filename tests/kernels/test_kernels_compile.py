@@ -185,6 +185,23 @@ def test_kernels_for_many_tokens() -> None:
     assert len(kernels) == 8
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (128, 128), (256, 64)])
+def test_rotation_moves_16_bytes_at_a_time_and_nothing_through_shared_memory(
+    head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    cache, tokens = meta(100, 8, 16, head_dim, dtype=dtype), meta(512, dtype=torch.int64)
+    with compiling() as kernels:
+        step = prepare_rope(meta(4096, rotary_dim, dtype=torch.float32), tokens, tokens, 8, 16)
+        rope_and_cache(meta(512, 48 * head_dim, dtype=dtype), step, cache, cache, 32)
+    check(kernels)
+    ptx = kernels[0].ptx
+    # Besides, a position and a cell.
+    assert ptx.count("ld.global") - ptx.count("ld.global.v4.b32") == 2
+    assert ptx.count("st.global") == ptx.count("st.global.v4.b32")
+    assert ".shared." not in ptx
+
+
 def draws_from_product(rows: int) -> list[CompiledKernel]:
     index = meta(rows, dtype=torch.int64)
     with compiling() as kernels:

@@ -33,10 +33,11 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Heads per program and warps: with heads of 128, 1 KB of loads per warp in flight, enough programs at one
-# token.
-HEADS_PER_PROGRAM = 4
-NUM_WARPS = 2
+# Heads per program, and threads per pair of values of a head: with 16 bits a thread takes eight pairs of one
+# head, two loads of 16 bytes. With more threads than cosines, each loads those that it needs; with as many or
+# fewer, Triton sends all heads through shared memory instead.
+HEADS_PER_PROGRAM = 16
+THREADS_PER_PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,49 +131,54 @@ def _rope_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
 ):
     """k_scales_ptr and v_scales_ptr are None unless the cache is in FP8."""
+    TYPE: tl.constexpr = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    first_head = tl.program_id(1) * BLOCK_HEADS
+    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     index = tl.arange(0, BLOCK_HALF)[None, :]
-    # Dimensions that are not rotated are paired up too, and turned by nothing.
+    # Dimensions that are not rotated are paired up too, and pass through.
     is_rotated = index < ROTARY_DIM // 2
     low = tl.where(is_rotated, index, index + ROTARY_DIM // 2)
     high = low + tl.where(is_rotated, ROTARY_DIM // 2, (HEAD_DIM - ROTARY_DIM) // 2)
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (index < HEAD_DIM // 2)
 
-    row = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    row = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
     first = tl.load(row + low, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(row + high, mask=mask, other=0.0).to(tl.float32)
-    angle = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + index
+    position = tl.load(positions_ptr + token)
+    cell = tl.load(cells_ptr + token)
+    angle = cos_sin_ptr + position * ROTARY_DIM + index
     is_turned = is_rotated & (head < NUM_HEADS + NUM_KV_HEADS)
-    cos = tl.load(angle, mask=is_turned, other=1.0)
-    sin = tl.load(angle + ROTARY_DIM // 2, mask=is_turned, other=0.0)
-    turned_first = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
-    turned_second = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
+    cos = tl.where(is_turned, tl.load(angle, mask=is_rotated, other=1.0), 1.0)
+    sin = tl.where(is_turned, tl.load(angle + ROTARY_DIM // 2, mask=is_rotated, other=0.0), 0.0)
+    turned_first = (first * cos - second * sin).to(TYPE)
+    turned_second = (second * cos + first * sin).to(TYPE)
 
     is_q = mask & (head < NUM_HEADS)
-    q_row = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+    q_row = q_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     tl.store(q_row + low, turned_first, mask=is_q)
     tl.store(q_row + high, turned_second, mask=is_q)
+    if first_head + BLOCK_HEADS <= NUM_HEADS:
+        return
 
-    cell = tl.load(cells_ptr + token)
-    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    cache_row = (((cell // PAGE_SIZE) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE) * HEAD_DIM
-    is_k = mask & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    is_v = mask & (head >= NUM_HEADS + NUM_KV_HEADS)
+    is_k_head = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v_head = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    # Cells of the token's first KV head, and from there on.
+    first_cell = (cell // PAGE_SIZE) * (NUM_KV_HEADS * PAGE_SIZE) + cell % PAGE_SIZE
+    cells = (head - NUM_HEADS) % NUM_KV_HEADS * PAGE_SIZE
     if k_scales_ptr is not None:
         largest = tl.maximum(tl.abs(turned_first.to(tl.float32)), tl.abs(turned_second.to(tl.float32)))
-        scales = row_scales(tl.max(largest, 1)[:, None], q_ptr.dtype.element_ty)
-        row = cache_row // HEAD_DIM
-        is_k_head = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-        is_v_head = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-        tl.store(k_scales_ptr + row, scales, mask=is_k_head)
-        tl.store(v_scales_ptr + row, scales, mask=is_v_head)
+        scales = row_scales(tl.max(largest, 1)[:, None], TYPE)
+        tl.store(k_scales_ptr + first_cell + cells, scales, mask=is_k_head)
+        tl.store(v_scales_ptr + first_cell + cells, scales, mask=is_v_head)
         turned_first = encode_rows(turned_first, scales)
         turned_second = encode_rows(turned_second, scales)
-    tl.store(k_cache_ptr + cache_row + low, turned_first, mask=is_k)
-    tl.store(k_cache_ptr + cache_row + high, turned_second, mask=is_k)
-    tl.store(v_cache_ptr + cache_row + low, turned_first, mask=is_v)
-    tl.store(v_cache_ptr + cache_row + high, turned_second, mask=is_v)
+    k_row = k_cache_ptr + first_cell * HEAD_DIM + cells * HEAD_DIM
+    v_row = v_cache_ptr + first_cell * HEAD_DIM + cells * HEAD_DIM
+    tl.store(k_row + low, turned_first, mask=mask & is_k_head)
+    tl.store(k_row + high, turned_second, mask=mask & is_k_head)
+    tl.store(v_row + low, turned_first, mask=mask & is_v_head)
+    tl.store(v_row + high, turned_second, mask=mask & is_v_head)
 
 
 @with_fallback(rope_and_cache_ref)
@@ -183,6 +189,8 @@ def _launch_rope_and_cache(
     assert qkv.is_contiguous()
     (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     q = torch.empty(qkv.shape[0], num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    block_half = next_power_of_2(head_dim // 2)
+    num_warps = max(THREADS_PER_PAIR * block_half // 32, 1)
     grid = (qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
     _rope_and_cache_kernel[grid](
         q,
@@ -200,8 +208,8 @@ def _launch_rope_and_cache(
         ROTARY_DIM=step.cos_sin.shape[1],
         PAGE_SIZE=page_size,
         BLOCK_HEADS=HEADS_PER_PROGRAM,
-        BLOCK_HALF=next_power_of_2(head_dim // 2),
-        **launch_options(NUM_WARPS),
+        BLOCK_HALF=block_half,
+        **launch_options(num_warps),
     )
     return q
 

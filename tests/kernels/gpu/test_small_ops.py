@@ -98,6 +98,7 @@ HEADS = {
     "partial_rotation": (1, 1, 80, 32, 1),
     "head_96": (3, 1, 96, 96, 32),
     "head_256_partial": (1, 1, 256, 64, 64),
+    "more_heads_than_a_program_takes": (24, 8, 16, 16, 4),
 }
 if not INTERPRETED:
     HEADS |= {
