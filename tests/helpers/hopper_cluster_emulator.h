@@ -1,6 +1,6 @@
-// What hopper_linear/instructions.cu adds to hopper_emulator.h, which it includes. The blocks of a cluster are
-// emulated as one block there, with the threads and the shared memory of all: what a block knows of itself has
-// another name there than here.
+// What hopper_linear/instructions.cu adds to hopper_emulator.h, which it includes. The blocks of a cluster
+// are emulated as one block there, with the threads and the shared memory of all: what a block knows of
+// itself has another name there than here.
 //
 // Stores to shared memory reach the copy engine at the fence. The copy engine reads what it stores at once or
 // when it is waited for.
@@ -10,7 +10,6 @@
 #define num_blocks num_clusters
 #define shared_base base_of_cluster
 #define named_sync sync_in_cluster
-#define named_arrive arrive_in_cluster
 #define fence_shared fence_zeros
 #include "hopper_emulator.h"
 #undef thread_index
@@ -18,7 +17,6 @@
 #undef num_blocks
 #undef shared_base
 #undef named_sync
-#undef named_arrive
 #undef fence_shared
 
 #define CLUSTER_BLOCKS
@@ -75,9 +73,6 @@ inline int block_index() { return emulated::block * CLUSTER + cluster_rank(); }
 inline int num_blocks() { return emulated::blocks * CLUSTER; }
 inline u32 shared_base() { return emulated::BASE + cluster_rank() * emulated::block_bytes; }
 inline void named_sync(u32 barrier, u32 count) { sync_in_cluster(barrier * CLUSTER + cluster_rank(), count); }
-inline void named_arrive(u32 barrier, u32 count) {
-  arrive_in_cluster(barrier * CLUSTER + cluster_rank(), count);
-}
 inline void cluster_sync() { sync_in_cluster(15, CLUSTER * emulated::block_threads); }
 inline void arrive_at(u32 barrier, int rank) {
   const auto& first = emulated::threads[rank * emulated::block_threads];
@@ -106,12 +101,6 @@ inline void stores_commit() {
   if (emulated::dice() % 2) emulated::run_stores();
 }
 inline void stores_wait() { emulated::run_stores(); }
-inline void store_shared_float(u32 address, float value) { memcpy(emulated::at(address, 4), &value, 4); }
-inline float load_shared_float(u32 address) {
-  float value;
-  memcpy(&value, emulated::at(address, 4), 4);
-  return value;
-}
 inline void store_matrices(u32 address, const u32 (&words)[4]) {
   const int lane = emulated::self->index % 32;
   emulated::Piece piece{address, {}};
@@ -121,4 +110,5 @@ inline void store_matrices(u32 address, const u32 (&words)[4]) {
       for (int c = 0; c < 4; ++c) piece.words[c] = (u32)all[lane % 8 * 4 + c];
   }
   emulated::pieces[emulated::self->index].push_back(piece);
-}inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b); }
+}
+inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b); }

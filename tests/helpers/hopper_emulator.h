@@ -196,8 +196,9 @@ inline void enqueue(u32 target, const TensorMap& map, int x, int y, int z, u32 b
 
 struct Operand {
   u32 address, across, down;
+  // The blocks of a cluster are one here: addresses have two bits more than on the device.
   explicit Operand(u64 bits)
-      : address((bits & 0x3fff) << 4), across((bits >> 16 & 0x3fff) << 4), down((bits >> 32 & 0x3fff) << 4) {
+      : address((bits & 0xffff) << 4), across((bits >> 16 & 0x3fff) << 4), down((bits >> 32 & 0x3fff) << 4) {
     check(bits >> 62 == 1, "operands are permuted as rows of 128 bytes");
   }
   float value(u32 offset) const {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import launch
-from tiny_vllm.kernels.hopper_linear.launch import Params, Variant, make_params, shared_bytes
+from tiny_vllm.kernels.hopper_linear.launch import SHARED_BYTES, Params, make_params
 from tiny_vllm.models.mlp import MLP
 from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 @functools.cache
-def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, str] | None) -> ctypes.CDLL:
+def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> ctypes.CDLL:
     product = (Path(launch.__file__).parent / "gated_product.cu").read_text(encoding="utf-8")
     if mistake is not None:
         assert product.count(mistake[0]) == 1, f"not once in gated_product.cu: {mistake[0]}"
@@ -32,7 +32,9 @@ def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, s
     entry = (HERE / "hopper_cluster_entry.h").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "emulated.so"
-        options = [f"-D{name}={value}" for name, value in launch.macros(dtype, variant).items()]
+        # Small groups, so that few rows of tiles are several.
+        macros = launch.macros(dtype) | {"GROUP": 2}
+        options = [f"-D{name}={value}" for name, value in macros.items()]
         command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-x", "c++", "-"]
         compiled = subprocess.run(
             [*command, "-o", str(path), *options],
@@ -50,7 +52,6 @@ def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, s
 def multiply_emulated(
     x: Tensor,
     weight: Tensor,
-    variant: Variant,
     *,
     clusters: int = 1,
     seed: int = 0,
@@ -60,16 +61,16 @@ def multiply_emulated(
     in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
-    library = emulated_library(x.dtype, variant, mistake)
+    library = emulated_library(x.dtype, mistake)
     # Rows of guards around the result show what is written beyond it.
     guarded = torch.full((x.shape[0] + 2, weight.shape[0] // 2), torch.nan, dtype=x.dtype)
     y = guarded[1:-1]
-    params, clusters = make_params(y, x, weight, variant, clusters, encode=emulated_map)
+    params, clusters = make_params(y, x, weight, clusters, encode=emulated_map)
     # Aligned as the device's parameters are.
     space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
     place = -(-ctypes.addressof(space) // 64) * 64
     ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
-    problem = library.run_emulated(ctypes.c_void_p(place), clusters, shared_bytes(variant), seed)
+    problem = library.run_emulated(ctypes.c_void_p(place), clusters, SHARED_BYTES, seed)
     if problem:
         raise RuntimeError(problem.decode())
     if not guarded[[0, -1]].isnan().all():

@@ -21,11 +21,10 @@ from tiny_vllm.kernels.hopper_linear.launch import (
     CONSUMER_REGISTERS,
     MIN_ROWS,
     PRODUCER_REGISTERS,
-    Variant,
+    SHARED_BYTES,
     compile_gated,
     multiply_gated,
     obstacle,
-    shared_bytes,
 )
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 from tiny_vllm.models import mlp
@@ -35,31 +34,25 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(m
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 # Of a value: it is rounded once. Sums of FP32 in another order add far less.
 TOLERANCES = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-# Two blocks with all four stages are more memory than emulated operands can have addresses in.
-PAIRS = Variant(cluster=2, group=2, stages=2)
-ALONE = Variant(cluster=1, group=2)
-# Variant, type, M, N, K
-RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
-    "pairs": (PAIRS, torch.bfloat16, 700, 256, 320),
-    "alone": (ALONE, torch.bfloat16, 700, 256, 320),
+# Type, M, N, K
+RUNS: dict[str, tuple[torch.dtype, int, int, int]] = {
+    # Three rows of two tiles.
+    "several_tiles": (torch.bfloat16, 700, 256, 320),
     # Three tiles: with two clusters, one is left, and halved.
-    "a_split_tail": (PAIRS, torch.bfloat16, 700, 128, 192),
-    "columns_of_no_tile": (PAIRS, torch.float16, 129, 200, 192),
+    "a_split_tail": (torch.bfloat16, 700, 128, 192),
+    "columns_of_no_tile": (torch.float16, 129, 200, 192),
 }
-SLOW_RUNS: dict[str, tuple[Variant, torch.dtype, int, int, int]] = {
-    "odd_row_tiles": (PAIRS, torch.bfloat16, 257, 128, 128),
-    "a_split_tail_alone": (ALONE, torch.bfloat16, 600, 128, 320),
-    "a_whole_tail": (Variant(2, 2, 2, split_tail=False), torch.bfloat16, 700, 128, 192),
-    "one_row": (PAIRS, torch.bfloat16, 1, 128, 64),
-    "few_columns": (ALONE, torch.float16, 130, 8, 128),
-    "not_staggered": (Variant(2, 2, 2, False), torch.bfloat16, 500, 384, 256),
-    "alone_not_staggered": (Variant(1, 2, 4, False), torch.bfloat16, 500, 384, 256),
-    "three_stages": (Variant(1, 8, 3), torch.bfloat16, 500, 384, 256),
+SLOW_RUNS: dict[str, tuple[torch.dtype, int, int, int]] = {
+    "odd_row_tiles": (torch.bfloat16, 257, 128, 128),
+    # Five tiles: with three clusters, two are left, and whole.
+    "a_whole_tail": (torch.bfloat16, 200, 640, 128),
+    "one_row": (torch.bfloat16, 1, 128, 64),
+    "few_columns": (torch.float16, 130, 8, 128),
+    "many_stages": (torch.bfloat16, 500, 384, 832),
 }
 
 
 def check(
-    variant: Variant,
     dtype: torch.dtype,
     num_rows: int,
     columns: int,
@@ -77,7 +70,7 @@ def check(
     assert obstacle(x, weight) is None
     for seed in seeds:
         # Fewer blocks than tiles, another number each time.
-        actual = multiply_emulated(x, weight, variant, clusters=1 + seed, seed=seed, mistake=mistake)
+        actual = multiply_emulated(x, weight, clusters=1 + seed, seed=seed, mistake=mistake)
         torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCES[dtype], atol=1e-5)
 
 
@@ -101,7 +94,7 @@ def test_gates_of_every_size() -> None:
     ups = torch.tensor([1.0, -1, 1e-20, 1e3, -3e8, 0, 7, 8])
     x, weight = one_by_one(gates, ups)
     expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
-    actual = multiply_emulated(x, weight, PAIRS).float()
+    actual = multiply_emulated(x, weight).float()
     error = (actual - expected).abs()
     assert (error <= 2**-8 * expected.abs() + 6e-18 * ups.bfloat16().float().abs()).all()
 
@@ -111,7 +104,7 @@ def test_what_is_no_number_stays_so_in_its_row_alone() -> None:
     gates, ups = torch.tensor([1.0, torch.nan, 2]), torch.arange(8.0)
     x, weight = one_by_one(gates, ups)
     expected = silu_and_mul_ref(x @ weight.T).isnan()
-    actual = multiply_emulated(x, weight, PAIRS).isnan()
+    actual = multiply_emulated(x, weight).isnan()
     assert torch.equal(actual, expected) and expected.sum() == len(ups)
 
 
@@ -133,18 +126,15 @@ SLOW_MISTAKES = {
         "    fence_shared();",
     ),
     "the_last_stores_are_not_waited_for": (
-        "take_turn();\n    if (thread == 0) stores_wait();",
-        "take_turn();",
+        "    }\n    if (thread == 0) stores_wait();",
+        "    }",
     ),
     "barriers_are_used_before_they_are_there": (
         "  cluster_sync();\n  const int warpgroup",
         "  const int warpgroup",
     ),
     "a_block_ends_too_early": ("must stay.\n  cluster_sync();", ""),
-    "nobody_begins": ("    if (warpgroup == 1) pass_turn();", ""),
     "skipped_stages_stay": ("      release(place.stage);\n", ""),
-    "a_skipped_turn_stays": ("    take_turn();\n    pass_turn();", ""),
-    "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
 }
 
 
@@ -155,26 +145,16 @@ SLOW_MISTAKES = {
 def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | SLOW_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
-        check(PAIRS, torch.bfloat16, 700, 384, 320, seeds=range(8), mistake=mistake)
+        check(torch.bfloat16, 700, 384, 320, seeds=range(8), mistake=mistake)
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
-@pytest.mark.parametrize(
-    ("variant", "dtype"),
-    [
-        (Variant(), torch.bfloat16),
-        (Variant(), torch.float16),
-        (Variant(cluster=1), torch.bfloat16),
-        (Variant(staggered=False), torch.bfloat16),
-    ],
-)
-def test_products_run_beside_one_another_and_nothing_spills(
-    variant: Variant, dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_products_run_beside_one_another_and_nothing_spills(dtype: torch.dtype, tmp_path: Path) -> None:
     import triton
 
-    cubin = compile_gated(dtype, variant)
+    cubin = compile_gated(dtype)
     (usage,) = resource_usage(cubin).values()
     assert usage.stack_bytes == 0
     # What a block starts with is enough for what its warpgroups claim.
@@ -192,9 +172,6 @@ def test_products_run_beside_one_another_and_nothing_spills(
     first = int(products[0][0][1:])
     others = re.sub(r"HGMMA[^;]+;", "", loop)
     assert not {int(number) for number in re.findall(r"\bR(\d+)", others)} & set(range(first, first + 128))
-    # Exponents come behind the barriers of whose turn it is.
-    behind = text[text.index("DEPBAR.LE gsb0, 0x0") : text.index("STSM")]
-    assert behind.rindex("BAR.SYNC") < behind.index("MUFU.EX2")
 
 
 def find_loop(text: str) -> str:
@@ -204,9 +181,8 @@ def find_loop(text: str) -> str:
     return text[text.index(f"\n{jump[1]}:") : jump.end()]
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(cluster=1)])
-def test_a_block_fits_into_a_multiprocessor(variant: Variant) -> None:
-    assert shared_bytes(variant) <= SHARED_LIMIT
+def test_a_block_fits_into_a_multiprocessor() -> None:
+    assert SHARED_BYTES <= SHARED_LIMIT
     assert 128 * (PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS) <= 65536
 
 

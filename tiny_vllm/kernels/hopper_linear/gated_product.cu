@@ -8,10 +8,9 @@
 // layout).
 //
 // The copying warp runs ahead into the next tile while results are computed and stored. The warpgroups may be
-// some stages apart: then one multiplies while the other computes exponents. STAGGERED makes sure: they do
-// the latter one after the other.
+// some stages apart: then one multiplies while the other computes exponents. Forcing that gained nothing.
 //
-// The blocks of a CLUSTER of two have tiles one below the other. Both need the same rows of W: one copies
+// The two blocks of a CLUSTER have tiles one below the other. Both need the same rows of W: one copies
 // those of gate to both, the other those of up. So a stage is free when the warpgroups of both are done with
 // it.
 //
@@ -21,7 +20,7 @@
 // Tiles are taken in groups of GROUP rows of tiles, column by column, so that what is computed at the same
 // time has few different rows of x and W, which stay in the L2 cache.
 //
-// Macros: HALF (float16 instead of bfloat16), CLUSTER (1 or 2), GROUP, STAGES, STAGGERED, PRODUCER_REGISTERS,
+// Macros: HALF (float16 instead of bfloat16), CLUSTER (2), GROUP, STAGES, PRODUCER_REGISTERS,
 // CONSUMER_REGISTERS, WATCHDOG_NS.
 
 constexpr int ROWS = 128, COLUMNS = 128, TERMS = 64;
@@ -31,8 +30,7 @@ constexpr u32 STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr u32 SPAN_BYTES = 64 * 128;                // 64 rows of 64 columns of y
 constexpr u32 Y_BYTES = COLUMNS / 64 * SPAN_BYTES;  // of a warpgroup
 constexpr int OWN = 1;                              // the first named barrier of the warpgroups' own use
-constexpr int TURNS = OWN + WARPGROUPS;
-static_assert(CLUSTER == 1 || CLUSTER == 2, "a block copies all of W's rows, or one half");
+static_assert(CLUSTER == 2, "a block copies one half of W's rows");
 
 struct alignas(64) Params {
   TensorMap x, weight, y;  // boxes of 64 columns: 128 rows of x and W, 64 rows of y
@@ -52,8 +50,6 @@ struct Shared {
   DEV u32 y(int warpgroup) const { return x(STAGES) + warpgroup * Y_BYTES; }
   DEV u32 full(int stage) const { return y(WARPGROUPS) + stage * 8; }
   DEV u32 empty(int stage) const { return full(STAGES + stage); }
-  // The exponents' factor: what is loaded behind a barrier keeps the assembler from computing before it.
-  DEV u32 factor() const { return full(2 * STAGES); }
 };
 
 // The stage of the ring that is next, and the parity of the "full" barrier that it completes.
@@ -86,29 +82,25 @@ DEV bool find_tile(const Params& p, int round, Tile& tile) {
 }
 
 DEV void produce(const Params& p, const Shared& shared, int lane) {
+  const int half = cluster_rank();  // of W's rows
   Tile tile;
   Place place;
   for (int round = 0; find_tile(p, round, tile); ++round)
     for (int k = 0; k < p.steps; ++k, place.advance()) {
-      const u32 full = shared.full(place.stage), weight = shared.weight(place.stage);
+      const u32 full = shared.full(place.stage), weight = shared.weight(place.stage) + half * HALF_BYTES;
       wait(shared.empty(place.stage), place.parity ^ 1);
       if (lane > 0) continue;
       arrive_expecting(full, STAGE_BYTES);
       copy_box(shared.x(place.stage), p.x, k * TERMS, tile.row, full);
-      if constexpr (CLUSTER == 1) {
-        copy_box(weight, p.weight, k * TERMS, tile.column, full);
-        copy_box(weight + HALF_BYTES, p.weight, k * TERMS, tile.column + p.width, full);
-      } else {
-        const int half = cluster_rank();
-        copy_box_to_all(weight + half * HALF_BYTES, p.weight, k * TERMS, tile.column + half * p.width, full);
-      }
+      copy_box_to_all(weight, p.weight, k * TERMS, tile.column + half * p.width, full);
     }
 }
 
 // Two results of a row, packed. Exponents and reciprocals take the longest of what follows the products, so
 // both share a reciprocal, that of 2^126 at most: gates below -43.5 count as that, and give 6e-18 of up at
-// most. factor: of base 2.
-DEV u32 gate_two(float gate, float next_gate, float up, float next_up, float factor) {
+// most.
+DEV u32 gate_two(float gate, float next_gate, float up, float next_up) {
+  constexpr float factor = -1.4426950408889634f;  // to base 2
   gate = max_or_nan(gate, -43.5f), next_gate = max_or_nan(next_gate, -43.5f);
   const float below = 1 + exp2_fast(gate * factor), next_below = 1 + exp2_fast(next_gate * factor);
   const float inverse = reciprocal(below * next_below);
@@ -135,12 +127,6 @@ struct Consumer {
   DEV void release(int stage) {
     if (lane < CLUSTER) arrive_at(shared.empty(stage), lane);
   }
-  DEV void take_turn() {
-    if (STAGGERED) named_sync(TURNS + warpgroup, 256);
-  }
-  DEV void pass_turn() {
-    if (STAGGERED) named_arrive(TURNS + 1 - warpgroup, 256);
-  }
 
   // The tile's sums. The product of a step is under way while the next one is issued.
   DEV void multiply() {
@@ -164,22 +150,18 @@ struct Consumer {
     release(older);
   }
 
-  // A tile's stages and turn pass without products.
+  // A tile's stages pass without products.
   DEV void skip() {
     for (int k = 0; k < p.steps; ++k, place.advance()) {
       wait(shared.full(place.stage), place.parity);
       release(place.stage);
     }
-    take_turn();
-    pass_turn();
   }
 
   // 64 rows by 128 columns of y, by way of shared memory.
   DEV void store(const Tile& tile) {
     if (thread == 0) stores_wait();
     named_sync(OWN + warpgroup, 128);
-    take_turn();
-    const float factor = load_shared_float(shared.factor());
     const int row = lane % 8;
     const u32 target = shared.y(warpgroup) + (thread / 32 * 16 + row) * 128;
 #pragma unroll
@@ -193,13 +175,12 @@ struct Consumer {
           for (int i = 0; i < 4; ++i) {
             const int first = (span * 8 + part * 4 + i) * 4 + half * 2;
             words[i] = gate_two(sums[first], sums[first + 1], sums[COLUMNS / 2 + first],
-                                sums[COLUMNS / 2 + first + 1], factor);
+                                sums[COLUMNS / 2 + first + 1]);
           }
           // Pieces of 16 bytes are permuted as the copy expects them.
           const int piece = (part * 4 + lane / 8) ^ row;
           store_matrices(target + span * SPAN_BYTES + half * 8 * 128 + piece * 16, words);
         }
-    pass_turn();
     fence_shared();
     named_sync(OWN + warpgroup, 128);
     if (thread == 0) {
@@ -213,7 +194,6 @@ struct Consumer {
 
   DEV void consume() {
     Tile tile;
-    if (warpgroup == 1) pass_turn();
     for (int round = 0; find_tile(p, round, tile); ++round) {
       if (tile.is_half && warpgroup == 1) {
         skip();
@@ -222,8 +202,6 @@ struct Consumer {
         store(tile);
       }
     }
-    // The last token.
-    if (warpgroup == 0) take_turn();
     if (thread == 0) stores_wait();
   }
 };
@@ -241,7 +219,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_BLOCKS
       barrier_init(shared.empty(stage), CLUSTER * WARPGROUPS * 4);
     }
     publish_barriers();
-    store_shared_float(shared.factor(), -1.4426950408889634f);
   }
   cluster_sync();
   const int warpgroup = broadcast(thread / 128, 0);

@@ -43,15 +43,6 @@ DEV void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memor
 // Until this thread's stores have read their sources.
 DEV void stores_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-DEV void store_shared_float(u32 address, float value) {
-  asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-DEV float load_shared_float(u32 address) {
-  float value;
-  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // Four matrices of 8 rows of 16 bytes: word m of lane 4 r + c is piece c of row r of matrix m. address: of
 // row lane % 8 of matrix lane / 8.
 DEV void store_matrices(u32 address, const u32 (&words)[4]) {

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,21 +23,13 @@ THREADS = 3 * 128
 # Where it pays: 512 rows of Llama-3.2-1B's shape took 49 us, cuBLAS and the activation kernel 54, those of
 # Llama-3.1-8B's as long as they. Fewer were not measured.
 MIN_ROWS = 512
+CLUSTER = 2  # blocks that share what they copy of W
+GROUP = 8  # rows of a cluster's tiles that are gone through together
+STAGES = 4  # of 48 KB in shared memory
 # Registers per thread of the copying warpgroup and of the two that compute.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """cluster: blocks that share what they copy of W, 1 or 2. group: rows of tiles (of clusters) that are
-    gone through together. stages: of 48 KB in shared memory. staggered: the warpgroups compute activations
-    one after the other. split_tail: a last round that is at most half full has tiles of half the rows."""
-
-    cluster: int = 2
-    group: int = 8
-    stages: int = 4
-    staggered: bool = True
-    split_tail: bool = True
+# Of a block: what aligns it, stages, a tile of y, barriers.
+SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * COLUMNS) * TERMS * 2 + ROWS * COLUMNS * 2 + 2 * STAGES * 8
 
 
 Encode = Callable[[BoxedTensor], bytes]
@@ -76,36 +67,29 @@ def source() -> str:
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def macros(dtype: torch.dtype, variant: Variant) -> dict[str, int | str]:
+def macros(dtype: torch.dtype) -> dict[str, int | str]:
     return {
         "HALF": int(dtype == torch.float16),
-        "CLUSTER": variant.cluster,
-        "GROUP": variant.group,
-        "STAGES": variant.stages,
-        "STAGGERED": int(variant.staggered),
+        "CLUSTER": CLUSTER,
+        "GROUP": GROUP,
+        "STAGES": STAGES,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
     }
 
 
-def shared_bytes(variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, stages, a tile of y, barriers, a number."""
-    stage = (ROWS + 2 * COLUMNS) * TERMS * 2
-    return 1024 + variant.stages * stage + ROWS * COLUMNS * 2 + 2 * variant.stages * 8 + 4
-
-
-def compile_gated(dtype: torch.dtype, variant: Variant) -> bytes:
+def compile_gated(dtype: torch.dtype) -> bytes:
     """The binary for Hopper. Raises CompileError."""
-    return compile_cubin(source(), name="gated_product", defines=macros(dtype, variant), arch="sm_90a")
+    return compile_cubin(source(), name="gated_product", defines=macros(dtype), arch="sm_90a")
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype, variant: Variant, device: torch.device) -> CudaFunction | None:
+def _compiled(dtype: torch.dtype, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
     try:
-        cubin = compile_gated(dtype, variant)
-        return load_function(cubin, "multiply_gated", shared_bytes=shared_bytes(variant), device=device)
+        cubin = compile_gated(dtype)
+        return load_function(cubin, "multiply_gated", shared_bytes=SHARED_BYTES, device=device)
     except CudaKernelError as error:
         warnings.warn(
             "the Hopper kernel of gate and up cannot be used on this machine; cuBLAS and a kernel for the "
@@ -129,21 +113,21 @@ def make_params(
     y: Tensor,
     x: Tensor,
     weight: Tensor,
-    variant: Variant,
     max_clusters: int,
     encode: Encode = encode_tensor_map,
 ) -> tuple[Params, int]:
     """The kernel's argument, and how many clusters to launch. encode: makes a tensor map."""
-    row_tiles, column_tiles = -(-x.shape[0] // (variant.cluster * ROWS)), -(-y.shape[1] // COLUMNS)
+    row_tiles, column_tiles = -(-x.shape[0] // (CLUSTER * ROWS)), -(-y.shape[1] // COLUMNS)
     tiles = row_tiles * column_tiles
     left = tiles % max_clusters
-    is_split = variant.split_tail and 2 * left <= max_clusters
+    # A last round that is at most half full has tiles of half the rows.
+    halved = left if 2 * left <= max_clusters else 0
     params = Params(
         width=y.shape[1],
         steps=x.shape[1] // TERMS,
         row_tiles=row_tiles,
         column_tiles=column_tiles,
-        whole_tiles=tiles - left if is_split else tiles,
+        whole_tiles=tiles - halved,
     )
     boxes = (x, ROWS), (weight, COLUMNS), (y, 64)
     maps = b"".join(
@@ -152,19 +136,18 @@ def make_params(
     )
     # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
     ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
-    return params, min(2 * tiles if is_split else tiles, max_clusters)
+    return params, min(tiles + halved, max_clusters)
 
 
-def multiply_gated(x: Tensor, weight: Tensor, variant: Variant = Variant()) -> Tensor | None:
+def multiply_gated(x: Tensor, weight: Tensor) -> Tensor | None:
     """x [M, K], weight [2N, K] (gate rows, then up rows) -> silu(x Wg^T) * (x Wu^T), [M, N]; None where the
     kernel cannot be compiled.
 
     M > 0, both on a Hopper GPU, with no `obstacle`; rows may lie apart."""
-    function = _compiled(x.dtype, variant, x.device)
+    function = _compiled(x.dtype, x.device)
     if function is None:
         return None
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    max_clusters = count_multiprocessors(x.device) // variant.cluster
-    params, clusters = make_params(y, x, weight, variant, max_clusters)
-    function.launch(clusters * variant.cluster, THREADS, (params,))
+    params, clusters = make_params(y, x, weight, count_multiprocessors(x.device) // CLUSTER)
+    function.launch(clusters * CLUSTER, THREADS, (params,))
     return y
