@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.paged_decode_attention import (
+    DecodeContext,
     PagedContext,
     paged_decode_attention,
     paged_decode_attention_ref,
@@ -112,6 +113,20 @@ def test_windows_softcaps_and_sinks(case: str, variant: str) -> None:
         paged_decode_attention(q, k_cache, v_cache, [context], scale, **options),
     ):
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.parametrize("case", ["typical", "lengths_far_apart"])
+def test_writes_to_a_part_of_another_tensor(case: str, is_gathered: bool) -> None:
+    q, k_cache, v_cache, *tables, expected = make_case(case, torch.float32, 0.0)
+    contexts: list[DecodeContext] = [PagedContext(*tables)]
+    if is_gathered:
+        contexts = prepare_decode_attention(*tables, *k_cache.shape[1:3], q.dtype)
+    whole = torch.full((len(q) + 3, *q.shape[1:]), torch.inf)
+    paged_decode_attention(q, k_cache, v_cache, contexts, q.shape[-1] ** -0.5, output=whole[: len(q)])
+    atol = TOLERANCES[torch.float32] * float(v_cache.abs().max())
+    torch.testing.assert_close(whole[: len(q)].double(), expected, rtol=0, atol=atol)
+    assert whole[len(q) :].isinf().all()
 
 
 def test_scores_beyond_the_range_of_exp_stay_finite() -> None:

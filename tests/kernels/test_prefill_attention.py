@@ -11,6 +11,7 @@ from torch import Tensor
 from tiny_vllm.kernels import prefill_attention as module
 from tiny_vllm.kernels.prefill_attention import (
     PagedChunks,
+    PrefillContext,
     prefill_attention,
     prefill_attention_ref,
     prepare_prefill_attention,
@@ -117,6 +118,19 @@ def test_windows_softcaps_and_sinks(case: str, variant: str) -> None:
         prefill_attention(q, k_cache, v_cache, [PagedChunks(*tables)], scale, **options),
     ):
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+def test_writes_to_a_part_of_another_tensor(is_gathered: bool) -> None:
+    q, k_cache, v_cache, tables, expected = make_case("typical", torch.float32, 0.0)
+    contexts: list[PrefillContext] = [PagedChunks(*tables)]
+    if is_gathered:
+        contexts = prepare_prefill_attention(*tables, *k_cache.shape[1:3])
+    whole = torch.full((3 + len(q), *q.shape[1:]), torch.inf)
+    prefill_attention(q, k_cache, v_cache, contexts, q.shape[-1] ** -0.5, output=whole[3:])
+    atol = TOLERANCES[torch.float32] * float(v_cache.abs().max())
+    torch.testing.assert_close(whole[3:].double(), expected, rtol=0, atol=atol)
+    assert whole[:3].isinf().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -178,8 +178,9 @@ def paged_decode_attention_ref(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Hq, D] -> [B, Hq, D]."""
+    """q [B, Hq, D] -> [B, Hq, D], written to `output` if there is one."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     first = torch.zeros_like(context_lens) if window is None else (context_lens - window).clamp_(min=0)
     visible_lens = context_lens - first
@@ -194,7 +195,7 @@ def paged_decode_attention_ref(
     if sinks is not None:
         maximum = sinks.float().view(num_kv_heads, -1, 1).expand_as(maximum)
         total = torch.ones_like(total)
-    output = torch.zeros_like(queries)
+    weighted = torch.zeros_like(queries)
     for start in range(0, max_len, KEY_TILE):
         tile = slice(start, start + KEY_TILE)
         keys = gather_tokens(k_cache, rows[..., tile]).float()
@@ -207,9 +208,10 @@ def paged_decode_attention_ref(
         weights = (scores - new_maximum).exp_()
         shrink = (maximum - new_maximum).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
-        output = output * shrink + weights @ values
+        weighted = weighted * shrink + weights @ values
         maximum = new_maximum
-    return (output / total).to(q.dtype).view(q.shape)
+    attended = (weighted / total).to(q.dtype).view(q.shape)
+    return attended if output is None else output.copy_(attended)
 
 
 def paged_decode_attention(
@@ -222,17 +224,22 @@ def paged_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """q [B, Hq, D] -> [B, Hq, D]. On a CPU the variants need a PagedContext."""
+    """q [B, Hq, D] -> [B, Hq, D], written to the contiguous `output` if there is one. On a CPU the variants
+    need a PagedContext."""
     first = contexts[0]
     if isinstance(first, PagedContext):
         pages = first.page_table, first.context_lens
         attend = attend_pages if runs_triton(q) else paged_decode_attention_ref
-        return attend(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
+        return attend(
+            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks, output=output
+        )
     assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
     if len(contexts) == 1:
-        return _attend(q, k_cache, v_cache, first, scale)
-    output = torch.empty_like(q)
+        attended = _attend(q, k_cache, v_cache, first, scale)
+        return attended if output is None else output.copy_(attended)
+    output = torch.empty_like(q) if output is None else output
     for context in contexts:
         assert isinstance(context, GatheredContext)
         output[context.sequences] = _attend(q[context.sequences], k_cache, v_cache, context, scale)
@@ -608,9 +615,10 @@ def attend_pages(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The kernels: q [B, Hq, D] -> [B, Hq, D].
+    """The kernels: q [B, Hq, D] -> [B, Hq, D], written to the contiguous `output` if there is one.
 
     page_table [R, W] and context_lens [B], int32 or int64. table_rows [B]: rows of the page table, by default
     row i is sequence i's. max_context_len: no context is longer (by default, than the table is wide); it only
@@ -624,7 +632,8 @@ def attend_pages(
     assert q.is_contiguous()
     (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
-    output = torch.empty_like(q)
+    output = torch.empty_like(q) if output is None else output
+    assert output.is_contiguous()
     parts = AttentionParts.make(output, num_kv_heads, longest, window)
     _attend_part_kernel[(num_sequences, num_kv_heads, parts.tiles.max_parts)](
         output,

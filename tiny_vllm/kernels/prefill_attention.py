@@ -114,11 +114,12 @@ def prefill_attention_ref(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]."""
+    """q [T, Hq, D] -> [T, Hq, D], written to `output` if there is one."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     starts = query_starts.tolist()
-    output = torch.empty_like(q)
+    output = torch.empty_like(q) if output is None else output
     for index, context_len in enumerate(context_lens.tolist()):
         one = slice(index, index + 1)
         # Everything before what the chunk's first query sees is left where it is.
@@ -200,15 +201,19 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]. On a CPU the variants need PagedChunks."""
+    """q [T, Hq, D] -> [T, Hq, D], written to the contiguous `output` if there is one. On a CPU the variants
+    need PagedChunks."""
+    output = torch.empty_like(q) if output is None else output
     first = contexts[0]
     if isinstance(first, PagedChunks):
         pages = first.page_table, first.query_starts, first.context_lens
         attend = attend_fast if runs_triton(q) else prefill_attention_ref
-        return attend(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
+        return attend(
+            q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks, output=output
+        )
     assert window is None and softcap is None and sinks is None, "gathered contexts are whole"
-    output = torch.empty_like(q)
     for context in contexts:
         assert isinstance(context, GatheredChunk)
         keys = gather_pages(k_cache, context.rows)[0, :, : context.context_len]
@@ -468,8 +473,9 @@ def attend_chunks(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
-    """The kernel: q [T, Hq, D] -> [T, Hq, D].
+    """The kernel: q [T, Hq, D] -> [T, Hq, D], written to the contiguous `output` if there is one.
 
     page_table [S, W], query_starts [S + 1] and context_lens [S], int32 or int64. window: a query sees that
     many newest tokens, itself included. softcap: of the scores. sinks [Hq].
@@ -483,7 +489,8 @@ def attend_chunks(
     block_dim = next_power_of_2(head_dim)
     tiles = TILES_FP32 if q.dtype == torch.float32 else TILES_16_BIT
     block_m, block_n, num_warps, num_stages = next(tile for limit, tile in tiles if limit >= block_dim)
-    output = torch.empty_like(q)
+    output = torch.empty_like(q) if output is None else output
+    assert output.is_contiguous()
     grid = ((num_tokens // (block_m // group) + num_sequences) * num_kv_heads,)
     _prefill_attention_kernel[grid](
         output,
@@ -526,13 +533,18 @@ def attend_fast(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
     """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere."""
     pages = page_table, query_starts, context_lens
     if hopper.is_hopper(q.device) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor):
         q = q.contiguous()
         if hopper.obstacle(q, k_cache, v_cache, scale, softcap) is None:
-            output = hopper.attend(q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks)
-            if output is not None:
-                return output
-    return attend_chunks(q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks)
+            attended = hopper.attend(
+                q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks, output=output
+            )
+            if attended is not None:
+                return attended
+    return attend_chunks(
+        q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks, output=output
+    )

@@ -150,10 +150,11 @@ class Attention:
             partial(attend, window=None if is_plain else self.window, softcap=self.softcap, sinks=self.sinks)
             for attend in (paged_decode_attention, prefill_attention)
         )
-        if not contexts.decode:
-            return prefill(q, k_cache, v_cache, contexts.prefill, self.scale)
-        decoded = decode(q[: step.num_decodes], k_cache, v_cache, contexts.decode, self.scale)
-        if not contexts.prefill:
-            return decoded
-        prefilled = prefill(q[step.num_decodes :], k_cache, v_cache, contexts.prefill, self.scale)
-        return torch.cat((decoded, prefilled))
+        output = torch.empty_like(q)
+        for attend, own_contexts, rows in (
+            (decode, contexts.decode, slice(None, step.num_decodes)),
+            (prefill, contexts.prefill, slice(step.num_decodes, None)),
+        ):
+            if own_contexts:
+                attend(q[rows], k_cache, v_cache, own_contexts, self.scale, output=output[rows])
+        return output

@@ -191,6 +191,24 @@ def test_a_decode_does_not_depend_on_its_batch(device: torch.device) -> None:
         assert torch.equal(alone, together[one])
 
 
+@pytest.mark.parametrize("max_context_len", [64, 1024])
+def test_decodes_and_chunks_write_to_parts_of_one_tensor(device: torch.device, max_context_len: int) -> None:
+    """A decode's context in one part, and in several that another kernel joins."""
+    pages = Pages([30, 64, 23], 2, 64, 16, torch.float16, device)
+    q = torch.randn(2 + 7, 8, 64, device=device).half()
+    output = torch.full_like(q, float("nan"))
+    caches, chunk = (pages.k_cache, pages.v_cache), slice(2, 3)
+    attend_pages(
+        q[:2], *caches, pages.table[:2], pages.lens[:2], 0.125, max_context_len=max_context_len,
+        output=output[:2],
+    )  # fmt: skip
+    assert output[2:].isnan().all()
+    starts = torch.tensor([0, 7], device=device)
+    attend_chunks(q[2:], *caches, pages.table[chunk], starts, pages.lens[chunk], 0.125, output=output[2:])
+    expected = pages.attend(0, q[:1]), pages.attend(1, q[1:2]), pages.attend(2, q[2:])
+    check(output, torch.cat(expected), pages)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("rotation", "variant"), [("whole", None), ("partial", None), ("whole", "all")])

@@ -134,6 +134,14 @@ def test_repeats_itself_exactly(device: torch.device, kernel: str) -> None:
         assert again is not None and first is not None and torch.equal(first, again)
 
 
+def test_writes_to_a_part_of_another_tensor(device: torch.device) -> None:
+    case = Case("llama_8b", CHUNKS["around_tiles"], device)
+    whole = torch.full((3 + len(case.q), *case.q.shape[1:]), torch.inf, dtype=case.dtype, device=device)
+    attend(*case.arguments, output=whole[3:])
+    case.check(whole[3:])
+    assert whole[:3].isinf().all()
+
+
 def test_more_than_a_thousand_sequences(device: torch.device) -> None:
     case = Case("llama_8b", TINY, device)
     case.check(attend(*case.arguments))

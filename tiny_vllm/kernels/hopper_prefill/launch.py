@@ -269,9 +269,11 @@ def attend(
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
+    output: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor | None:
-    """q [T, Hq, D] -> [T, Hq, D]; None where the kernel cannot be compiled.
+    """q [T, Hq, D] -> [T, Hq, D], written to `output` if there is one; None where the kernel cannot be
+    compiled.
 
     All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
@@ -296,7 +298,8 @@ def attend(
     function = _compiled(shape, variant, q.device)
     if function is None:
         return None
-    output = torch.empty_like(q)
+    output = torch.empty_like(q) if output is None else output
+    assert output.is_contiguous() and output.data_ptr() % 16 == 0
     sinks = None if sinks is None else sinks.float()
     tables = page_table, query_starts, context_lens
     counter = _counter(q.device, torch.cuda.current_stream(q.device).cuda_stream)
