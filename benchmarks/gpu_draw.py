@@ -4,8 +4,9 @@ does that kernel take alone?
     PYTHONPATH=. python3 benchmarks/gpu_draw.py --output draw.json
 
 The LM head of Llama-3.2-1B's shape in BF16, random weights; every variant of tiles is compiled by worker
-processes, its tokens are compared with those torch draws from FP32 logits, and it is timed as a graph. `written` is
-what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`. `draw alone` is the latter.
+processes, its tokens are compared with those that torch draws from FP32 logits, and it is timed as a graph.
+`written` is what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`; `draw alone` is
+that second part.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def draw_from_linear_ref(
 
 @jit
 def _draw_from_product_kernel(
-    scores_ptr,
     maxima_ptr,
+    logits_won_ptr,
     winners_ptr,
     x_ptr,
     weight_ptr,
@@ -111,12 +111,13 @@ def _draw_from_product_kernel(
     token = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     logits = tl.where(token < N, logits, float("-inf"))
     is_random = tl.max(temperature, 0) > 0
-    best, maximum, winner = draw_from_tile(
+    maximum, winner = draw_from_tile(
         logits, token, N - 1, temperature[None, :], key_low[None, :], key_high[None, :], is_random
     )
     place = row * tl.num_programs(1) + tile
-    tl.store(scores_ptr + place, best, mask=is_row)
     tl.store(maxima_ptr + place, maximum, mask=is_row)
+    logit_won = tl.max(tl.where(token == winner[None, :], logits, float("-inf")), 0)
+    tl.store(logits_won_ptr + place, logit_won, mask=is_row)
     tl.store(winners_ptr + place, winner, mask=is_row)
 
 
@@ -136,8 +137,8 @@ def launch_draw(
     grid = (ceil_div(num_rows, operands.block_m), ceil_div(N, tiles.block_n))
     found = TileWinners.empty(num_rows, grid[1], x.device)
     _draw_from_product_kernel[grid](
-        found.scores,
         found.maxima,
+        found.logits,
         found.winners,
         operands.x,
         operands.weight,
@@ -159,7 +160,7 @@ def launch_draw(
         PDL=pdl,
         **launch_options(tiles.num_warps, pdl),
     )
-    return join_tiles(found, temperature, advance, pdl)
+    return join_tiles(found, temperature, keys, advance, pdl)
 
 
 @with_fallback(draw_from_linear_ref)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tiny_vllm.kernels import draw_from_linear
-from tiny_vllm.kernels.draw_tokens import SlotAdvance, _launch_draw_tokens, draw_tokens_ref
+from tiny_vllm.kernels.draw_tokens import (
+    BLOCK,
+    ROUGHNESS,
+    SlotAdvance,
+    _launch_draw_tokens,
+    draw_tokens_ref,
+    log_of_time,
+    rough_log2_of_time,
+)
 from tiny_vllm.kernels.sampling import SamplingRows, sample, sample_ref
-from tiny_vllm.kernels.sampling_noise import noise_keys
+from tiny_vllm.kernels.sampling_noise import UNIT, log_race_times, noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState, _launch_read_slots, read_slots_ref
 from tiny_vllm.kernels.tiled_linear import Tiles
-from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
+from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl, jit, tl
 
 pytestmark = pytest.mark.gpu
 
@@ -42,16 +52,57 @@ def test_draws_the_tokens_of_the_reference(device: torch.device, vocab_size: int
     assert (tokens.cpu() != expected).sum() <= DRAWS // 1000
 
 
+@jit
+def _times_kernel(exact_ptr, rough_ptr, u_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    u = tl.load(u_ptr + place)
+    tl.store(exact_ptr + place, log_of_time(u))
+    tl.store(rough_ptr + place, rough_log2_of_time(u))
+
+
+def test_rough_times_are_as_near_as_the_draw_relies_on(device: torch.device) -> None:
+    last = 2**31 - 1
+    edges = torch.arange(2**14)
+    powers = (2.0 ** torch.linspace(0, 31, 2**16, dtype=torch.float64)).long().clamp(max=last)
+    x = torch.cat((edges, last - edges, powers, last - powers, torch.arange(2**15) * (2**16 - 1)))
+    u = (x.double() * UNIT + UNIT / 2).float()
+    exact, rough = torch.empty(2, len(u), device=device)
+    _times_kernel[(len(u) // 1024,)](exact, rough, u.to(device), BLOCK=1024)
+    times = -torch.log1p(-u.double())
+    assert (exact.cpu() - times.log()).abs().max() < 4 * 22 * 2.0**-23
+    assert (rough.cpu() - (times / math.log(2)).log2()).abs().max() < ROUGHNESS.value / 4
+
+
+def test_two_tokens_that_come_in_together_are_told_apart(device: torch.device) -> None:
+    """Pairs of one tile, alone in the race, further apart than logarithms are wrong and closer than the rough
+    times can tell."""
+    rows = 16
+    keys = random_keys(rows, device)
+    times = log_race_times(keys.cpu(), torch.arange(BLOCK)).double()
+    ordered, tokens = times.sort(-1)
+    gaps = ordered.diff(dim=-1)
+    is_telling = (gaps > 1e-5) & (gaps < ROUGHNESS.value / 4)
+    places = is_telling.int().argmax(-1, keepdim=True)
+    assert is_telling.gather(-1, places).all()
+    first, second = tokens.gather(-1, places), tokens.gather(-1, places + 1)
+    logits = torch.full((rows, 5000), -torch.inf)
+    logits.scatter_(-1, first, 2.5).scatter_(-1, second, 2.5)
+    drawn = _launch_draw_tokens(logits.to(device), torch.ones(rows, device=device), keys)
+    assert torch.equal(drawn.cpu(), first[:, 0])
+
+
 def test_rows_that_cannot_be_sampled_are_reported_and_spoil_no_other(device: torch.device) -> None:
-    logits = torch.randn(5, 3000, device=device)
+    logits = torch.randn(7, 3000, device=device)
     logits[0, 2900] = float("nan")
     logits[1] = -torch.inf
     logits[2, 7] = torch.inf
-    logits[3, 1:] = -torch.inf
+    logits[3, 1:] = logits[4, 1:] = -torch.inf
+    logits[4, 2999] = float("nan")
+    logits[5, :2000] = float("nan")
     for temperature in (0.0, 1.0):
-        temperatures = torch.full((5,), temperature, device=device)
-        tokens = _launch_draw_tokens(logits, temperatures, random_keys(5, device))
-        assert tokens[:4].tolist() == [-1, -1, -1, 0] and 0 <= tokens[4] < 3000
+        temperatures = torch.full((7,), temperature, device=device)
+        tokens = _launch_draw_tokens(logits, temperatures, random_keys(7, device))
+        assert tokens[:6].tolist() == [-1, -1, -1, 0, -1, -1] and 0 <= tokens[6] < 3000
 
 
 def make_state(device: torch.device) -> SlotState:
