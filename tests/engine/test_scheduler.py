@@ -54,6 +54,17 @@ def test_a_page_is_not_shared_before_it_is_written() -> None:
     fake.assert_correct("b")
 
 
+def test_a_prompt_is_not_copied_before_its_turn() -> None:
+    fake = FakeEngine(max_num_batched_tokens=8)
+    fake.add("a", prompt(16), max_tokens=2)
+    fake.add("b", prompt(12, start=2), max_tokens=2)
+    fake.step()
+    (waiting,) = fake.engine.scheduler.waiting
+    assert (waiting.token_ids, waiting.known_len, waiting.num_generated) == ([], 12, 0)
+    fake.run()
+    fake.assert_correct("b")
+
+
 def test_choices_share_the_prompt_even_without_prefix_caching() -> None:
     fake = FakeEngine(enable_prefix_caching=False)
     fake.add("a", prompt(17), n=3, max_tokens=6)

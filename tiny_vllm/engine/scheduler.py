@@ -328,6 +328,7 @@ class Scheduler:
             if not self.can_ever_fit(sequence.known_len):
                 self._finish(sequence, FinishReason.LENGTH)
                 continue
+            sequence.take_prompt()
             prefix = self._find_prefix(sequence)
             if sequence.page_hashes[len(prefix) : len(prefix) + 1] and (
                 sequence.page_hashes[len(prefix)] in pending and self._can_share(sequence, len(prefix))

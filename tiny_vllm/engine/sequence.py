@@ -29,6 +29,7 @@ class Sequence:
 
     end_len: known length at which the sequence ends with reason `length`.
     queue_key: smaller runs first; see `waiting.queue_key`.
+    token_ids: the known tokens, from `take_prompt` on.
     seed: 64-bit seed of this choice's random stream.
     page_hashes: chained hashes of the leading full pages of known tokens, extended when needed.
     num_published: leading pages already findable by hash.
@@ -83,8 +84,8 @@ class Sequence:
         self.ending_token_ids = ending_token_ids
         self.queue_key = queue_key
         self.root_hash = root_hash
-        self.token_ids = list(request.prompt_token_ids)
-        self.prompt_len = len(self.token_ids)
+        self.token_ids: list[int] = []
+        self.prompt_len = len(request.prompt_token_ids)
         self.computed_len = 0
         self.page_ids: list[int] = []
         self.page_hashes: list[bytes] = []
@@ -98,9 +99,17 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.pooled_sum: np.ndarray | None = None
 
+    def take_prompt(self) -> None:
+        """Start `token_ids` with the prompt, if that has not been done.
+
+        Not before the sequence may get a slot: copies of all prompts would delay the first step of a batch.
+        """
+        if not self.token_ids:
+            self.token_ids = list(self.request.prompt_token_ids)
+
     @property
     def known_len(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) or self.prompt_len
 
     @property
     def held_pages(self) -> list[int]:
@@ -108,7 +117,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - self.prompt_len
+        return self.known_len - self.prompt_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:
