@@ -58,7 +58,7 @@ MAX_TILE_SCORES = 1 << 22
 # warps, what a Hopper tensor-core instruction takes; FP32 outputs and scores of a row are BLOCK_DIM + keys
 # registers over a row's threads, which bounds the keys as heads grow. Stages of K and V tiles in shared
 # memory: 2 x (64 + 64) keys of 128 values are 64 KB, two programs per multiprocessor.
-TILES_16_BIT = ((64, (128, 64, 4, 3)), (128, (64, 64, 4, 2)), (256, (64, 32, 8, 2)))
+TILES_16_BIT = ((128, (64, 64, 4, 2)), (256, (64, 32, 8, 2)))
 # FP32 products have no tensor cores: small tiles.
 TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
 
