@@ -44,7 +44,7 @@ class EngineConfig:
     generation_config: GenerationConfig = _option(
         "auto",
         "sampling parameters that requests leave out; auto: as the model's generation_config.json says, "
-        "none: OpenAI's defaults (generate and chat have their own)",
+        "none: OpenAI's defaults",
     )
     dtype: DType = _option("auto", "type of weights, activations and KV cache")
     kv_cache_dtype: KVCacheDType = _option(

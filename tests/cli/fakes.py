@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ class FakeLLM:
     num_aborted: int = 0
     num_open: int = 0
     is_closed: bool = False
+    _sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     spec: ModelSpec = SPEC
     config: EngineConfig = field(
         default_factory=lambda: EngineConfig(

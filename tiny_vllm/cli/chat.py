@@ -14,8 +14,8 @@ from tiny_vllm.cli.options import (
     add_engine_options,
     add_model_argument,
     add_sampling_options,
+    check_sampling_options,
     engine_config,
-    sampling_params,
 )
 from tiny_vllm.cli.records import stats_line
 from tiny_vllm.errors import RequestError
@@ -47,21 +47,22 @@ def add_parser(commands: Any) -> None:
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message to begin with")
     parser.add_argument("--stats", action="store_true", help="print tokens per second and more on stderr")
-    add_sampling_options(parser, DEFAULTS)
+    add_sampling_options(parser, DEFAULTS, follows_model=True)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
-    if params.n != 1:
-        raise RequestError(f"n is {params.n}, but a conversation has one answer", hint="use generate")
+    check_sampling_options(args)
+    if args.n != 1:
+        raise RequestError(f"n is {args.n}, but a conversation has one answer", hint="use generate")
     engine_config(args)
     # Python leaves None where the file descriptor was closed before it started.
     if sys.stdin is None:
         raise RequestError("there is nothing to read messages from: stdin is closed", hint="use generate")
     with session.open_llm(args) as llm:
+        params = session.sampling_for(llm, args)
         conversation = Conversation(llm, params, system=args.system, show_stats=args.stats)
         conversation.run()
     # A person has seen the refusal; a script sees only the exit code.

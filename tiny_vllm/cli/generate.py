@@ -13,8 +13,8 @@ from tiny_vllm.cli.options import (
     add_common_options,
     add_engine_options,
     add_sampling_options,
+    check_sampling_options,
     engine_config,
-    sampling_params,
 )
 from tiny_vllm.cli.records import output_record, stats_line
 from tiny_vllm.errors import RequestError
@@ -35,17 +35,18 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object per prompt, with every field"
     )
     parser.add_argument("--stats", action="store_true", help="print tokens per second and more on stderr")
-    add_sampling_options(parser, DEFAULTS)
+    add_sampling_options(parser, DEFAULTS, follows_model=True)
     add_engine_options(parser)
     add_common_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
+    check_sampling_options(args)
     engine_config(args)
     prompts = read_prompts(args.prompts)
     with session.open_llm(args) as llm:
+        params = session.sampling_for(llm, args)
         start = time.monotonic()
         if len(prompts) == 1 and params.n == 1 and not args.json:
             outputs = [session.print_stream(llm.stream(prompts[0], params))]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from tiny_vllm.config import OPTION_KINDS, EngineConfig
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.types import SAMPLING_FIELDS, SamplingParams
+from tiny_vllm.weights.generation_config import RECOMMENDED
 
 # `--seed` is the engine's: it already decides the tokens of every request that brings no seed.
 SHARED_FIELDS = frozenset(option.name for option in fields(EngineConfig)) & frozenset(SAMPLING_FIELDS)
@@ -80,14 +81,32 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_options(options)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
-    """One option per field of SamplingParams. defaults: a command's own, by field name."""
+@dataclass(frozen=True, slots=True)
+class ModelsElse:
+    """Stands for an option that is not given and that the model's generation_config.json may decide.
+
+    otherwise: its value where the file does not.
+    """
+
+    otherwise: Any
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    follows_model: bool = False,
+) -> None:
+    """One option per field of SamplingParams. defaults: a command's own, by field name. follows_model: what
+    the model recommends comes before them."""
     group = parser.add_argument_group("sampling options")
     helps = _sampling_helps()
     for option in fields(SamplingParams):
         if option.name in SHARED_FIELDS:
             continue
         default = (defaults or {}).get(option.name, option.default)
+        if follows_model and option.name in RECOMMENDED.values():
+            default = ModelsElse(default)
         text = f"{helps.get(option.name, '')} (default: {_shown(default)})".strip()
         if option.type == "bool":
             _add_switch(group, option.name, default, text)
@@ -100,12 +119,24 @@ def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str,
             )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The validated sampling options of a command line. Raises RequestError."""
+def sampling_params(args: argparse.Namespace, recommended: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The validated sampling options of a command line. Raises RequestError.
+
+    recommended: the model's values for those that are not given, by field name.
+    """
     values = {name: getattr(args, name) for name in SAMPLING_FIELDS if name not in SHARED_FIELDS}
+    for name, value in values.items():
+        if isinstance(value, ModelsElse):
+            values[name] = (recommended or {}).get(name, value.otherwise)
     if values["logit_bias"] is not None:
         values["logit_bias"] = dict(values["logit_bias"])
     return SamplingParams(**values)
+
+
+def check_sampling_options(args: argparse.Namespace) -> None:
+    """Refuse, before a model is loaded, what would be wrong with every model. Raises RequestError."""
+    # No limit, as if the model lifted it: a min_tokens above the command's own may be within the model's.
+    sampling_params(args, {"max_tokens": None})
 
 
 def spelt_as_options(text: str, names: Iterable[str]) -> str:
@@ -145,6 +176,8 @@ def _metavar(kind: type) -> str:
 
 
 def _shown(default: object) -> str:
+    if isinstance(default, ModelsElse):
+        return f"the model's, else {_shown(default.otherwise)}"
     if isinstance(default, bool):
         return "on" if default else "off"
     return "none" if default is None else str(default)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tiny_vllm.cli.options import engine_config
+from tiny_vllm.cli.options import engine_config, sampling_params
 from tiny_vllm.errors import ModelError
-from tiny_vllm.types import FinishReason
+from tiny_vllm.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from tiny_vllm.llm import LLM
@@ -25,6 +25,12 @@ def open_llm(args: argparse.Namespace) -> LLM:
     from tiny_vllm.llm import LLM
 
     return LLM(**asdict(config))
+
+
+def sampling_for(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """The sampling options of a command line. What it leaves out is as the model recommends, if it does."""
+    # Not get_default_sampling_params: in it a temperature of 1 that is recommended looks like none at all.
+    return sampling_params(args, llm._sampling_defaults)
 
 
 def print_stream(
