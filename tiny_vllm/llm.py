@@ -278,41 +278,58 @@ class LLM:
             for item, sampling, level in zip(items, params, priorities, strict=True)
         ]
         with self._exclusively():
-            outputs = self._add(prepared)
-            unfinished = {output.request_id for output in outputs}
-            bar = tqdm(total=len(outputs), desc="requests", unit="req", disable=None if use_tqdm else True)
+            self._add(prepared, follow=False)
+            new: Sequence[PreparedRequest] = prepared
+            outputs: dict[str, RequestOutput] = {}
+            unfinished = {item.request.request_id for item in prepared}
+            bar = tqdm(total=len(prepared), desc="requests", unit="req", disable=None if use_tqdm else True)
             try:
                 while unfinished:
-                    for update in self._step():
+                    for update in self._step(new):
                         if update.finished and update.output.request_id in unfinished:
                             unfinished.remove(update.output.request_id)
+                            outputs[update.output.request_id] = update.output
                             bar.update()
+                    new = ()
             finally:
                 bar.close()
                 self._abandoned.extend(unfinished)
-        return outputs
+        return [outputs[item.request.request_id] for item in prepared]
 
-    def _add(self, prepared: Sequence[PreparedRequest]) -> list[RequestOutput]:
-        """Queue requests: all of them or, on an error, none."""
+    def _add(self, prepared: Sequence[PreparedRequest], *, follow: bool = True) -> list[RequestOutput]:
+        """Queue requests: all of them or, on an error, none.
+
+        follow: make their outputs now; if not, the next `_step` is to be given them.
+        """
         engine = self._live_engine()
+        queued: list[str] = []
         outputs: list[RequestOutput] = []
         try:
             with _interrupts_deferred():
                 self._abort_abandoned()
                 for item in prepared:
                     engine.add(item.request)
-                    outputs.append(self._processor.add(item.request, item.prompt))
+                    queued.append(item.request.request_id)
+                    if follow:
+                        outputs.append(self._processor.add(item.request, item.prompt))
         except BaseException:
-            self._abandoned.extend(output.request_id for output in outputs)
+            self._abandoned.extend(queued)
             raise
         return outputs
 
-    def _step(self) -> list[RequestUpdate]:
-        """One engine step; updates of open streams are kept for them too."""
+    def _step(self, new: Sequence[PreparedRequest] = ()) -> list[RequestUpdate]:
+        """One engine step; updates of open streams are kept for them too.
+
+        new: requests that have been queued and are not followed yet. That is done once the step is under way,
+        so that a device which computes by itself does not wait for it.
+        """
         engine = self._live_engine()
         with _interrupts_deferred():
             self._abort_abandoned()
-            progress = self._processor.process(engine.step(), engine.clock())
+            events = engine.step()
+            for item in new:
+                self._processor.add(item.request, item.prompt)
+            progress = self._processor.process(events, engine.clock())
             for request_id, index in progress.stops:
                 engine.stop(request_id, index)
             for update in progress.updates:

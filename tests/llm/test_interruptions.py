@@ -8,6 +8,8 @@ import threading
 import warnings
 from typing import Any
 
+import pytest
+
 from tests.helpers.llm_checks import assert_pool_is_whole, greedy
 from tests.helpers.oracle import greedy_tokens
 from tiny_vllm import LLM, RequestError
@@ -42,6 +44,36 @@ def test_a_signal_waits_for_the_end_of_the_step(model: Any, llm: LLM) -> None:
     assert tokens == greedy_tokens(model, [5, 6, 7], 12)
     assert_pool_is_whole(llm)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_batch_interrupted_in_its_first_step_leaves_nothing_behind(model: Any, llm: LLM) -> None:
+    engine: Any = llm._live_engine()
+    submit = engine._executor.submit
+
+    def interrupt_and_submit(plan: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return submit(plan)
+
+    engine._executor.submit = interrupt_and_submit
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7], [8, 9]], greedy(12, ignore_eos=True))
+    finally:
+        engine._executor.submit = submit
+    assert_pool_is_whole(llm)
+    assert len(llm._processor) == 0
+    (output,) = llm.generate([[5, 6, 7]], greedy(4, ignore_eos=True))
+    assert output.outputs[0].token_ids == greedy_tokens(model, [5, 6, 7], 4)
+
+
+def test_outputs_are_made_once_the_first_step_is_submitted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = llm._live_engine()
+    submit, add = engine._executor.submit, llm._processor.add
+    calls: list[str] = []
+    monkeypatch.setattr(engine._executor, "submit", lambda plan: calls.append("submit") or submit(plan))
+    monkeypatch.setattr(llm._processor, "add", lambda *given: calls.append("add") or add(*given))
+    llm.generate([[5, 6, 7], [8, 9]], greedy(2, ignore_eos=True))
+    assert calls[:3] == ["submit", "add", "add"]
 
 
 def test_two_threads_at_once_are_told_so(llm: LLM) -> None:
