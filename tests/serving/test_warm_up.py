@@ -22,6 +22,16 @@ def test_every_power_of_two_of_sequences_has_decoded_together(
     assert fake.engine.stats().num_preemptions == 0
 
 
+def test_filters_and_penalties_have_been_applied_and_left_out() -> None:
+    """On a GPU they have kernels of their own, and a model's generation_config.json turns them on."""
+    fake = FakeEngine(max_num_seqs=4)
+    warm_up(fake.engine, fake.engine.config)
+    asked = [admission.request.sampling for plan in fake.executor.plans for admission in plan.admissions]
+    kinds = {(params.top_k > 0 and params.top_p < 1, params.uses_penalties) for params in asked}
+    assert kinds == {(False, False), (True, True)}
+    assert all(not params.is_greedy for params in asked if params.top_k > 0)
+
+
 @pytest.mark.parametrize(
     "options", [dict(num_pages=3), dict(max_model_len=2), dict(num_pages=1, page_size=1)]
 )

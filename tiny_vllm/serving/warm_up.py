@@ -2,7 +2,8 @@
 
 A GPU prepares a decode step for each number of sequences, rounded up to a power of two, when it first sees
 it: so as many sequences as there are slots run, and half of those left end every other step. Besides, a
-prompt long enough to leave the paths for a handful of tokens, and a request whose sampling filters.
+prompt long enough to leave the paths for a handful of tokens, and a request that filters and penalises:
+penalties are a chain of torch operations whose kernels CUDA loads when they are first used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tiny_vllm.types import Request, SamplingParams
 PROMPT_LEN = 64
 NUM_TOKENS = 4
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, detokenize=False)
-FILTERED = replace(GREEDY, temperature=1.0, seed=0, top_p=0.9, top_k=50)
+FILTERED = replace(GREEDY, temperature=1.0, seed=0, top_p=0.9, top_k=50, repetition_penalty=1.1)
 
 
 def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
