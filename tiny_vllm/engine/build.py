@@ -74,6 +74,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     spec = checkpoint.spec
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    _check_weights(config, str(device.value), dtype, weight_bytes)
     free_bytes = None
     if device.value == "cuda":
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
@@ -136,6 +137,29 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     held_here = weight_bytes + needed if free_bytes is None else 0
     _check_tables(resolved, spec, available - held_here if available else None)
     return EnginePlan(checkpoint, resolved, (*choices, kv_cache, tape, fused), weight_bytes)
+
+
+def _check_weights(config: EngineConfig, device: str, dtype: str, weight_bytes: int) -> None:
+    """Refuse weights that alone need more memory than there is: no option of the page pool helps."""
+    hints = ["use a smaller model"]
+    if dtype == "float32":
+        hints.append("dtype='bfloat16' (half as much)")
+    if device == "cuda":
+        total = torch.cuda.mem_get_info()[1]
+        limit = int(total * config.gpu_memory_utilization)
+        share = f" (gpu_memory_utilization is {config.gpu_memory_utilization})"
+        if weight_bytes < total:
+            hints.append("raise gpu_memory_utilization")
+    else:
+        limit, share = _available_bytes(), ""
+        if limit == 0:  # unknown
+            return
+    if weight_bytes > limit:
+        raise ConfigError(
+            f"the weights need {weight_bytes / GIB:.2f} GiB in {dtype}, but {limit / GIB:.2f} GiB of memory "
+            f"are available{share}",
+            hint=", or ".join(hints),
+        )
 
 
 def _check_tables(config: EngineConfig, spec: ModelSpec, host_bytes: int | None) -> None:
