@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.helpers.engines import FakeEngine
@@ -20,6 +22,14 @@ def test_every_power_of_two_of_sequences_has_decoded_together(
     assert max(len(chunk.token_ids) for plan in plans for chunk in plan.chunks) == 64
     assert not fake.engine.has_work and fake.engine.stats().num_used_pages == 0
     assert fake.engine.stats().num_preemptions == 0
+
+
+def test_on_a_gpu_a_long_prompt_has_run_beside_a_decode() -> None:
+    fake = FakeEngine(max_num_seqs=4, num_pages=1000, max_model_len=4096, max_num_batched_tokens=8192)
+    warm_up(fake.engine, replace(fake.engine.config, device="cuda"))
+    mixed = [plan for plan in fake.executor.plans if plan.chunks and plan.decode_slots]
+    assert any(sum(len(chunk.token_ids) for chunk in plan.chunks) > 512 for plan in mixed)
+    assert not fake.engine.has_work and fake.engine.stats().num_used_pages == 0
 
 
 def test_filters_and_penalties_have_been_applied_and_left_out() -> None:

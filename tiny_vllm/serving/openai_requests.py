@@ -24,7 +24,7 @@ from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, Request, SamplingParams
 
-LONG_TEXT = 20_000
+LONG_TEXT = 2_000
 
 
 MAX_LIST_ENTRIES = 1 << 20

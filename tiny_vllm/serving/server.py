@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -63,6 +64,9 @@ def serve(
                     file=sys.stderr,
                     flush=True,
                 )
+        # What exists now stays: looking for cycles in it would hold every stream up.
+        gc.collect()
+        gc.freeze()
         server = Server(service)
         server.run(sockets=[listener])
     if server.start_failure is not None:
