@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,33 @@ def test_token_ids_are_taken_as_they_are(bos_tokenizer: Tokenizer, prompt: Any) 
     assert prepared.request.prompt_token_ids == (5, 6)
     assert all(type(token_id) is int for token_id in prepared.request.prompt_token_ids)
     assert prepared.prompt is None
+
+
+class Named(IntEnum):
+    FIVE = 5
+
+
+@pytest.mark.parametrize("prompt", [[5, Named.FIVE], [np.int64(5), 5], [*range(4, 800), np.uint16(5)]])
+def test_what_counts_as_an_integer_becomes_one(plain_tokenizer: Tokenizer, prompt: Any) -> None:
+    wide = RequestBuilder(plain_tokenizer, vocab_size=PADDED_VOCAB_SIZE, max_model_len=1000)
+    token_ids = wide.build(prompt, SamplingParams()).request.prompt_token_ids
+    assert token_ids == tuple(map(int, prompt))
+    assert {type(token_id) for token_id in token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5, 6, True, None], "the prompt contains True, which is not a token id"),
+        ([np.int64(5), 6.0, True], "the prompt contains 6.0, which is not a token id"),
+        ([5, -3, 2**70], "token id -3, but this model's ids"),
+        ([5, 2**70, -3], f"token id {2**70}, but this model's ids"),
+        ([5, -(2**70), 832], f"token id {-(2**70)}, but this model's ids"),
+    ],
+)
+def test_the_first_wrong_value_is_named(plain_tokenizer: Tokenizer, prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        build(plain_tokenizer, prompt)
 
 
 @pytest.mark.parametrize("wrong", [-1, PADDED_VOCAB_SIZE, 2**63, 2**64])

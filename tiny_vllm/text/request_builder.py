@@ -75,6 +75,7 @@ class RequestBuilder:
         empty prompt stands for the BOS token, if the tokenizer adds one. max_tokens is lowered to what fits
         the context. request_id: made up if None. arrival_time: seconds on the monotonic clock, now if None.
         """
+        token_ids: Sequence[int]
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text")
             token_ids = tokenizer.encode(prompt, parse_special_tokens=parse_special_tokens)
@@ -118,7 +119,7 @@ class RequestBuilder:
 
     def _finish(
         self,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         text: str | None,
         sampling: SamplingParams,
         request_id: str | None,
@@ -148,24 +149,19 @@ class RequestBuilder:
         )
         return PreparedRequest(request, text)
 
-    def _check_prompt_ids(self, prompt: object) -> list[int]:
+    def _check_prompt_ids(self, prompt: object) -> tuple[int, ...]:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()  # numpy arrays and torch tensors
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             raise RequestError(
                 f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids"
             )
-        ids = []
-        for value in prompt:
-            try:
-                if isinstance(value, bool):
-                    raise TypeError
-                ids.append(operator.index(value))
-            except TypeError:
-                raise RequestError(f"the prompt contains {value!r:.80}, which is not a token id") from None
+        ids = tuple(prompt)
+        if not set(map(type, ids)) <= {int}:  # told without looking at each id in Python
+            ids = tuple([_token_id(value) for value in ids])
         tokenizer = self._tokenizer
         if not ids and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_token_id is not None:
-            return [tokenizer.bos_token_id]
+            return (tokenizer.bos_token_id,)
         return ids
 
     def _check_range(self, what: str, token_ids: Collection[int]) -> None:
@@ -280,6 +276,15 @@ def _check_options(request_id: object, priority: object, cache_salt: object) -> 
         )
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise RequestError(f"cache_salt is {cache_salt!r:.80}, but must be a string with text")
+
+
+def _token_id(value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise RequestError(f"the prompt contains {value!r:.80}, which is not a token id") from None
 
 
 def _digits(number: int) -> str:
