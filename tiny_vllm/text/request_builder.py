@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
+import numpy as np
+
 from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.chat_template import Message
 from tiny_vllm.text.tokenizer import Tokenizer
@@ -166,13 +168,20 @@ class RequestBuilder:
 
     def _check_range(self, what: str, token_ids: Collection[int]) -> None:
         """Raises RequestError naming the first id that the model does not have."""
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+        if self._are_in_vocabulary(token_ids):
             return
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
         raise RequestError(
             f"{what} has token id {_digits(wrong)}, but this model's ids are 0 to {self._vocab_size - 1}",
             hint="take ids from this model's own tokenizer",
         )
+
+    def _are_in_vocabulary(self, token_ids: Collection[int]) -> bool:
+        try:
+            values = np.fromiter(token_ids, np.int64, len(token_ids))
+        except OverflowError:
+            return False
+        return not len(values) or bool(values.min() >= 0 and values.max() < self._vocab_size)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.n > self._max_n:
