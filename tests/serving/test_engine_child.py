@@ -1,0 +1,40 @@
+"""The API process's ear on its engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from tiny_vllm.serving.engine_child import MAX_TAKEN_TOGETHER, EngineChild
+from tiny_vllm.serving.messages import Loading, encode
+
+
+def test_messages_that_have_queued_up_are_taken_in_order_and_leave_others_a_turn() -> None:
+    asyncio.run(_send_many(3 * MAX_TAKEN_TOGETHER))
+
+
+async def _send_many(count: int) -> None:
+    turn = 0
+    heard: list[tuple[int, Any]] = []
+    context = zmq.asyncio.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    try:
+        pull.bind("inproc://ear")
+        push.connect("inproc://ear")
+        for number in range(count):
+            await push.send(encode(Loading(number, count)))
+        child = EngineChild((), cast(Any, None), lambda message: heard.append((turn, message)))
+        receiver = asyncio.create_task(child._receive(pull))
+        async with asyncio.timeout(20):
+            while len(heard) < count:
+                turn += 1
+                await asyncio.sleep(0)
+        receiver.cancel()
+        await asyncio.gather(receiver, return_exceptions=True)
+    finally:
+        context.destroy(linger=0)
+    assert [message for _, message in heard] == [Loading(number, count) for number in range(count)]
+    assert len({turn for turn, _ in heard}) == 3
