@@ -27,6 +27,7 @@ from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine.build import build_engine, plan_engine
 from tiny_vllm.engine.embedding import EmbeddingParams
 from tiny_vllm.engine.engine import Engine, EngineStats
+from tiny_vllm.engine.garbage import without_full_collections
 from tiny_vllm.engine.page_pool import PAGE_STATES
 from tiny_vllm.errors import EngineDead, ModelError, RequestError
 from tiny_vllm.models.spec import ModelSpec
@@ -277,7 +278,7 @@ class LLM:
             build(item, sampling, priority=level, cache_salt=cache_salt, arrival_time=now)
             for item, sampling, level in zip(items, params, priorities, strict=True)
         ]
-        with self._exclusively():
+        with self._exclusively(), without_full_collections():
             self._add(prepared, follow=False)
             new: Sequence[PreparedRequest] = prepared
             outputs: dict[str, RequestOutput] = {}
