@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from tests.helpers.engines import FakeEngine
@@ -13,6 +15,7 @@ from tiny_vllm.cli.bench_load import (
     summarize,
 )
 from tiny_vllm.cli.bench_workloads import WorkItem
+from tiny_vllm.types import TokenEvent
 
 ITEM = WorkItem((1, 2, 3), 4)
 
@@ -63,6 +66,19 @@ def test_runs_with_different_salts_share_no_pages() -> None:
     ]
     # Of two equal prompts the second finds 16 tokens; run again, both do.
     assert shares == [pytest.approx(8 / 17), pytest.approx(8 / 17), pytest.approx(16 / 17)]
+
+
+def test_a_collection_of_garbage_during_a_run_is_seen() -> None:
+    fake = ticking_engine()
+    step = fake.engine.step
+
+    def step_and_collect() -> list[TokenEvent]:
+        gc.collect()
+        return step()
+
+    fake.engine.step = step_and_collect  # type: ignore[method-assign]
+    row = summarize(run_load(fake.engine, [ITEM], temperature=0.0))
+    assert row["gc_seconds"] * 1e3 >= row["gc_longest_ms"] > 0
 
 
 def test_percentiles_are_values_that_were_seen() -> None:

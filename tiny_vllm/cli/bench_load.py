@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from tiny_vllm.cli.bench_garbage import GarbageClock
 from tiny_vllm.cli.bench_workloads import WorkItem
 from tiny_vllm.types import Request, SamplingParams, TokenEvent
 
@@ -62,12 +63,14 @@ STEP_COLUMNS = tuple(StepSample.__dataclass_fields__)
 
 @dataclass(slots=True)
 class LoadResult:
-    """seconds: from the start to the last token. requests: in the order of the items."""
+    """seconds: from the start to the last token. requests: in the order of the items. garbage: its collection
+    while the requests ran."""
 
     seconds: float
     requests: list[RequestTimes]
     steps: list[StepSample]
     num_preemptions: int
+    garbage: GarbageClock = field(default_factory=GarbageClock)
 
     def stalls(self) -> list[tuple[float, float]]:
         """Stretches, from and to, between two moments at which running requests got further tokens: how long
@@ -115,29 +118,30 @@ def run_load(
         Request(f"{salt} {number}", item.prompt_token_ids, params, start + item.arrival, item.priority, salt)
         for number, (item, params) in enumerate(zip(items, sampling, strict=True))
     ]
-    while num_added < len(requests) or engine.has_work:
-        now = engine.clock()
-        while num_added < len(requests) and requests[num_added].arrival_time <= now:
-            engine.add(requests[num_added])
-            num_added += 1
-        if not engine.has_work:
-            time.sleep(min(IDLE_SECONDS, requests[num_added].arrival_time - now))
-            before = engine.clock()
-            continue
-        events = engine.step()
-        now = engine.clock()
-        log.append((now, events))
-        steps.append(
-            StepSample(
-                now - start,
-                now - before,
-                len(events),
-                scheduler.num_running,
-                len(scheduler.waiting),
-                scheduler.pool.num_pages - scheduler.pool.num_available,
+    with GarbageClock() as garbage:
+        while num_added < len(requests) or engine.has_work:
+            now = engine.clock()
+            while num_added < len(requests) and requests[num_added].arrival_time <= now:
+                engine.add(requests[num_added])
+                num_added += 1
+            if not engine.has_work:
+                time.sleep(min(IDLE_SECONDS, requests[num_added].arrival_time - now))
+                before = engine.clock()
+                continue
+            events = engine.step()
+            now = engine.clock()
+            log.append((now, events))
+            steps.append(
+                StepSample(
+                    now - start,
+                    now - before,
+                    len(events),
+                    scheduler.num_running,
+                    len(scheduler.waiting),
+                    scheduler.pool.num_pages - scheduler.pool.num_available,
+                )
             )
-        )
-        before = now
+            before = now
     times = {request.request_id: RequestTimes(item) for request, item in zip(requests, items, strict=True)}
     for moment, events in log:
         for event in events:
@@ -152,6 +156,7 @@ def run_load(
         list(times.values()),
         steps,
         scheduler.num_preemptions - num_preemptions,
+        garbage,
     )
 
 
@@ -188,7 +193,7 @@ def latencies(requests: Sequence[RequestTimes]) -> dict[str, float]:
 
 
 def summarize(result: LoadResult) -> dict[str, Any]:
-    """One row: rates, latencies, the cache's share of the prompts, and how full the engine was."""
+    """One row: rates, latencies, the cache's share of the prompts, how full the engine was, and garbage."""
     requests = result.requests
     num_prompt = sum(len(request.item.prompt_token_ids) for request in requests)
     num_output = sum(len(request.token_times) for request in requests)
@@ -203,6 +208,7 @@ def summarize(result: LoadResult) -> dict[str, Any]:
         "max_waiting": max(step.num_waiting for step in result.steps),
         "num_steps": len(result.steps),
         "num_preemptions": result.num_preemptions,
+        **result.garbage.columns(),
     }
 
 
