@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.fakes import SPEC
 from tests.cli.test_bench_decode import CONFIG, LIMIT
-from tiny_vllm.cli import bench_rows
+from tiny_vllm.cli import bench_rows, bench_throughput
+from tiny_vllm.cli.bench_load import run_load
 from tiny_vllm.cli.bench_throughput import workload_bytes
 from tiny_vllm.cli.bench_workloads import make_workload
 from tiny_vllm.cli.machine import step_bytes
 from tiny_vllm.cli.main import main
+from tiny_vllm.engine.engine import Engine
+from tiny_vllm.llm import LLM
 
 ALL_AT_ONCE = {"measure": "generate all", "prefix_caching": True, "cached_share": 0}
 
@@ -50,6 +56,98 @@ def test_workloads_through_generate_get_a_line_each(model: str, capsys: pytest.C
         assert sorted(row["seconds_of_rounds"])[1] == pytest.approx(row["seconds"], abs=1e-4)
         assert 0 < row["first_token_p50_ms"] <= row["end_to_end_p50_ms"] <= row["end_to_end_max_ms"]
         assert row["share"] == pytest.approx(row["gb_per_s"] * 1e9 / LIMIT.bytes_per_second)
+
+
+class Calls:
+    """What LLM.generate was asked for: the number of prompts and the salt of each call. Every call takes a
+    hundredth of a second more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, str]] = []
+        generate = LLM.generate
+
+        def note(llm: LLM, prompts: list[Any], *args: Any, cache_salt: str, **options: Any) -> Any:
+            self.seen.append((len(prompts), cache_salt))
+            time.sleep(0.01)
+            return generate(llm, prompts, *args, cache_salt=cache_salt, **options)
+
+        monkeypatch.setattr(LLM, "generate", note)
+
+
+def test_rounds_before_the_clock_runs_are_whole_and_share_nothing_with_those_timed(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = Calls(monkeypatch)
+    arguments = "--workload shared-prefix --num-prompts 4 --num-warmup 2 --num-iters 2 --json -"
+    assert bench(model, arguments) == 0
+    cached, plain, _ = rows_of(capsys)
+    # One request alone, two rounds of warm-up, two that are timed; then again without the cache.
+    assert [count for count, _ in calls.seen] == [1, 4, 4, 4, 4] * 2
+    assert len({salt for _, salt in calls.seen[:5]}) == 5
+    assert cached["cached_share"] == pytest.approx(3 * 57 * 16 / 4096)
+    for row in (cached, plain):
+        assert row["seconds_of_warmup"] >= 0.03 and len(row["seconds_of_rounds"]) == 2
+
+
+def test_a_cpu_is_warmed_up_by_one_request(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = Calls(monkeypatch)
+    assert bench(model, "--workload 3x8+2 --json -") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [count for count, _ in calls.seen] == [1, 3]
+    assert report["options"]["num_warmup"] == 0
+    assert report["rows"][0]["seconds_of_warmup"] >= 0.01
+
+
+def test_every_rate_is_warmed_up_by_its_own_arrivals(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    salts: list[tuple[str, float]] = []
+
+    def note(engine: Any, items: Any, *, temperature: float, salt: str) -> Any:
+        salts.append((salt, items[-1].arrival))
+        return run_load(engine, items, temperature=temperature, salt=salt)
+
+    monkeypatch.setattr(bench_throughput, "run_load", note)
+    arguments = "--workload 3x8+3 --request-rate 50,inf --num-warmup 1 --num-iters 2 --json -"
+    assert bench(model, arguments) == 0
+    rows = rows_of(capsys)
+    _, at_50, *timed_at_50, at_once, _, _ = salts
+    assert len({salt for salt, _ in salts}) == 7
+    assert at_50[1] > 0 and {arrival for _, arrival in timed_at_50} == {at_50[1]} and at_once[1] == 0
+    # The arrivals of the slow rate take that long in the warm-up, too.
+    assert rows[0]["seconds_of_warmup"] == rows[1]["seconds_of_warmup"] > at_50[1]
+    assert rows[2]["seconds_of_warmup"] == rows[3]["seconds_of_warmup"] > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_warmed_up_by_a_whole_round(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    calls = Calls(monkeypatch)
+    assert bench(model, "--workload 3x8+2 --device cuda --json -") == 0
+    assert json.loads(capsys.readouterr().out)["options"]["num_warmup"] == 1
+    assert [count for count, _ in calls.seen] == [1, 3, 3]
+
+
+@pytest.mark.parametrize("path", ["", "--request-rate inf"])
+def test_a_line_says_how_long_garbage_was_collected(
+    path: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Engine.step
+
+    def step_and_collect(engine: Engine) -> Any:
+        gc.collect()
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", step_and_collect)
+    assert bench(model, f"--workload 1x8+3 {path} --json -") == 0
+    (row,) = rows_of(capsys)
+    # Three collections or more, all alike: none takes all of the time.
+    assert 0 < row["gc_longest_ms"] < row["gc_seconds"] * 1e3 < row["seconds"] * 1e3
 
 
 def test_the_report_names_machine_command_and_options(
@@ -110,6 +208,7 @@ def test_a_shared_prefix_also_helps_those_who_arrive(model: str, capsys: pytest.
         ("--workload 2x8+3,", "the workload is ''"),
         ("--num-prompts 0", "--num-prompts is 0"),
         ("--num-iters 0", "--num-iters is 0"),
+        ("--num-warmup -1", "--num-warmup is -1, but must be at least 0"),
         ("--workload 1x2000+100", "1x2000+100 has 2100 tokens, more than --max-model-len (2048)"),
         ("--keep-steps", "--keep-steps needs --request-rate"),
         ("--plot x.png", "--plot needs --request-rate"),

@@ -12,10 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli import session
-from tiny_vllm.cli.bench_load import run_load, spread, staggered, step_columns, summarize
+from tiny_vllm.cli.bench_garbage import GarbageClock
+from tiny_vllm.cli.bench_load import LoadResult, run_load, spread, staggered, step_columns, summarize
 from tiny_vllm.cli.bench_plot import check_plot, draw, title
 from tiny_vllm.cli.bench_rows import RowReport, add_report_options, check_report_options, release_memory
-from tiny_vllm.cli.bench_workloads import NAMED, Workload, arrive, make_workload
+from tiny_vllm.cli.bench_workloads import NAMED, WorkItem, Workload, arrive, make_workload
 from tiny_vllm.cli.machine import step_bytes
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
 from tiny_vllm.errors import ConfigError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
 
 DEFAULT_WORKLOAD = "32x128+64"
+DEFAULT_NUM_WARMUP = {"cuda": 1, "cpu": 0}
+"""A GPU compiles kernels and captures graphs when a batch or a context first needs them."""
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -37,7 +40,7 @@ def add_parser(benchmarks: Any) -> None:
         usage="%(prog)s [options]",
         description="Time many requests through LLM.generate or, with --request-rate, as they arrive at the "
         "engine. --max-num-seqs sets how many run together. Workloads whose prompts share a prefix run a "
-        "second time with prefix caching off.",
+        "second time with prefix caching off. No round finds the prefixes of another, nor of the warm-up.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -53,6 +56,12 @@ def add_parser(benchmarks: Any) -> None:
     )
     parser.add_argument(
         "--num-iters", type=int, default=1, metavar="N", help="timed repetitions of each line (default: 1)"
+    )
+    parser.add_argument(
+        "--num-warmup",
+        type=int,
+        metavar="N",
+        help="rounds of each line before the timed ones (default: 1 on a GPU, 0 on a CPU)",
     )
     parser.add_argument(
         "--request-rate",
@@ -90,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     from tiny_vllm.engine.build import plan_engine
 
     plan = plan_engine(config)
+    if args.num_warmup is None:
+        args.num_warmup = DEFAULT_NUM_WARMUP[plan.config.device]
     workloads = [
         make_workload(
             name, plan.checkpoint.spec.vocab_size, num_prompts=args.num_prompts, seed=args.workload_seed
@@ -113,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.num_iters < 1:
         raise ConfigError(f"num_iters is {args.num_iters}, but must be at least 1")
+    if args.num_warmup is not None and args.num_warmup < 0:
+        raise ConfigError(f"num_warmup is {args.num_warmup}, but must be at least 0")
     for name in ("plot", "keep_steps"):
         if getattr(args, name) and not args.request_rate:
             raise ConfigError(
@@ -140,7 +153,8 @@ class _Bench:
     def __init__(self, args: argparse.Namespace, spec: ModelSpec, config: EngineConfig) -> None:
         self._args = args
         options = {
-            name: getattr(args, name) for name in ("workload", "num_prompts", "workload_seed", "num_iters")
+            name: getattr(args, name)
+            for name in ("workload", "num_prompts", "workload_seed", "num_iters", "num_warmup")
         }
         if args.request_rate:
             options["request_rate"] = [_rate(rate) for rate in args.request_rate]
@@ -189,13 +203,19 @@ class _Bench:
             )
             for item in workload.items
         ]
-        # One warm-up call. The salts differ, so that no call finds the prefixes of another.
+        # The salts differ, so that no call finds the prefixes of another.
+        start = time.perf_counter()
         llm.generate(prompts[:1], params[:1], cache_salt="warm-up", use_tqdm=False)
+        for index in range(self._args.num_warmup):
+            llm.generate(prompts, params, cache_salt=f"{workload.name} warm-up {index}", use_tqdm=False)
+        seconds_of_warmup = time.perf_counter() - start
         rounds = []
-        for iteration in range(self._args.num_iters):
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, cache_salt=f"{workload.name} {iteration}", use_tqdm=False)
-            rounds.append(time.perf_counter() - start)
+        with GarbageClock() as garbage:
+            for iteration in range(self._args.num_iters):
+                salt = f"{workload.name} {iteration}"
+                start = time.perf_counter()
+                outputs = llm.generate(prompts, params, cache_salt=salt, use_tqdm=False)
+                rounds.append(time.perf_counter() - start)
         seconds = statistics.median(rounds)
         is_caching = llm.config.enable_prefix_caching
         self._seconds[workload.name, math.inf, is_caching] += rounds
@@ -216,6 +236,8 @@ class _Bench:
             **_columns(workload, is_caching),
             seconds=seconds,
             seconds_of_rounds=[round(value, 4) for value in rounds],
+            seconds_of_warmup=seconds_of_warmup,
+            **garbage.columns(),
             requests_per_s=len(outputs) / seconds,
             prompt_tokens_per_s=workload.num_prompt_tokens / seconds,
             output_tokens_per_s=num_output / seconds,
@@ -231,22 +253,26 @@ class _Bench:
         )
 
     def _serve(self, engine: Engine, workload: Workload) -> None:
-        """Requests as they arrive, at every rate."""
+        """Requests as they arrive, at every rate. What all rates are warmed up by, requests cut short, counts
+        for each of them."""
         is_caching = engine.config.enable_prefix_caching
-        run_load(engine, staggered(workload.items), temperature=workload.temperature, salt="warm-up")
+
+        def load(items: Sequence[WorkItem], salt: str) -> LoadResult:
+            return run_load(engine, items, temperature=workload.temperature, salt=f"{workload.name} {salt}")
+
+        short = load(staggered(workload.items), "short").seconds
         for rate in self._args.request_rate:
+            items = arrive(workload.items, rate, self._args.workload_seed)
+            rounds = (load(items, f"{rate} warm-up {index}") for index in range(self._args.num_warmup))
+            seconds_of_warmup = short + sum(result.seconds for result in rounds)
             for iteration in range(self._args.num_iters):
-                result = run_load(
-                    engine,
-                    arrive(workload.items, rate, self._args.workload_seed),
-                    temperature=workload.temperature,
-                    salt=f"{workload.name} {rate} {iteration}",
-                )
+                result = load(items, f"{rate} {iteration}")
                 self._seconds[workload.name, rate, is_caching].append(result.seconds)
                 row = {
                     "measure": "serve",
                     **_columns(workload, is_caching),
                     "request_rate": _rate(rate),
+                    "seconds_of_warmup": seconds_of_warmup,
                     **summarize(result),
                 }
                 steps = step_columns(result.steps)
