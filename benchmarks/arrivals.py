@@ -7,6 +7,10 @@ Then every case meets the same requests as Poisson processes at shares of it. Le
 (cli/bench_workloads.py). One request in ten is urgent; every few seconds a long prompt of the least urgent
 kind comes on top. The pool holds half of what full slots need, so that urgent requests and growth preempt.
 
+Before a case is measured it is warmed up: full slots that empty one by one, a long prompt beside others and
+alone, then the arrivals at the highest and at the lowest share, up to ten seconds of each. What that took is
+seconds_of_warmup of the case's lines.
+
 A case is POLICY:BUDGET[:LIMIT]: prefill_policy, max_num_batched_tokens, max_prefill_tokens_per_decode.
 
 Of every run: throughput, time to first token (all but the long prompts', and the urgent ones'), gaps between
@@ -45,6 +49,8 @@ URGENT, NORMAL, LONG = 0, 1, 2
 URGENT_SHARE = 0.1
 LONG_OUTPUT_LEN = 32
 POOL_SHARE = 0.5
+WARM_UP_SECONDS = 10.0
+"""Of arrivals at one share, at most."""
 
 
 def parse_case(text: str) -> dict[str, Any]:
@@ -90,6 +96,13 @@ def with_long_prompts(items: Sequence[WorkItem], args: argparse.Namespace, vocab
     return sorted([*items, *long], key=lambda item: item.arrival)
 
 
+def arriving_items(rate: float, args: argparse.Namespace, vocab_size: int) -> list[WorkItem]:
+    """A process of `rate` requests per second for args.seconds, and the long prompts."""
+    count = max(round(rate * args.seconds), 4)
+    items = arrive(make_items(count, vocab_size, args.length_scale, args.seed), rate, args.seed)
+    return with_long_prompts(items, args, vocab_size)
+
+
 def stalls_during_long_prompts(result: LoadResult) -> list[float]:
     """Of every long prompt: the longest stall of the others between its arrival and its first token."""
     stalls = result.stalls()
@@ -105,10 +118,7 @@ def measure(
     engine: Engine, rate: float, args: argparse.Namespace, vocab_size: int, salt: str
 ) -> dict[str, Any]:
     """One row: a process of `rate` requests per second for args.seconds."""
-    count = max(round(rate * args.seconds), 4)
-    items = arrive(make_items(count, vocab_size, args.length_scale, args.seed), rate, args.seed)
-    items_and_long = with_long_prompts(items, args, vocab_size)
-    result = run_load(engine, items_and_long, temperature=0.0, salt=salt)
+    result = run_load(engine, arriving_items(rate, args, vocab_size), temperature=0.0, salt=salt)
     stalls = stalls_during_long_prompts(result)
     urgent = [request for request in result.requests if request.item.priority == URGENT]
     short = [request for request in result.requests if request.item.priority != LONG]
@@ -121,11 +131,37 @@ def measure(
     return row
 
 
+def warm_up_batches(engine: Engine, args: argparse.Namespace, vocab_size: int) -> float:
+    """Meet every batch size, contexts of all lengths, a long prompt beside others, and the largest chunks.
+    Returns the seconds that it took."""
+    items = make_items(args.max_num_seqs, vocab_size, args.length_scale, args.seed + 1)
+    long = WorkItem((1,) * args.long_prompt_len, LONG_OUTPUT_LEN, LONG)
+    loads = {"short": staggered(items), "whole": [*items, long], "long": [long]}
+    return sum(
+        run_load(engine, load, temperature=0.0, salt=f"{name} warm-up").seconds
+        for name, load in loads.items()
+    )
+
+
+def warm_up_arrivals(engine: Engine, capacity: float, args: argparse.Namespace, vocab_size: int) -> float:
+    """The highest share meets the most. But requests pile up while kernels are compiled: small steps with
+    prompts are left to the lowest. Returns the seconds that it took."""
+    bounded = argparse.Namespace(**{**vars(args), "seconds": min(args.seconds, WARM_UP_SECONDS)})
+    return sum(
+        run_load(
+            engine,
+            arriving_items(share * capacity, bounded, vocab_size),
+            temperature=0.0,
+            salt=f"{share} warm-up",
+        ).seconds
+        for share in sorted({max(args.shares), min(args.shares)}, reverse=True)
+    )
+
+
 def measure_capacity(engine: Engine, args: argparse.Namespace, vocab_size: int) -> float:
     """Requests per second when there are always more than enough: those completed between a fifth and four
     fifths of them, so that neither the empty start nor the tail counts."""
     items = make_items(args.capacity_requests, vocab_size, args.length_scale, args.seed + 1)
-    run_load(engine, staggered(items), temperature=0.0, salt="warm-up")
     result = run_load(engine, items, temperature=0.0, salt="capacity")
     ends = [request.token_times[-1] for request in result.requests]
     between = percentile(ends, 0.8) - percentile(ends, 0.2)
@@ -157,20 +193,21 @@ def run_case(
     plan = plan_engine(engine_config(args, case))
     engine = build_engine(plan)
     vocab_size = plan.checkpoint.spec.vocab_size
+    seconds_of_warmup = warm_up_batches(engine, args, vocab_size)
     if "capacity" not in known:
         known["capacity"] = args.capacity or measure_capacity(engine, args, vocab_size)
         report.add(measure="capacity", case=case_name(case), requests_per_s=known["capacity"])
-    else:
-        warm = make_items(args.max_num_seqs, vocab_size, args.length_scale, args.seed + 1)
-        run_load(engine, staggered(warm), temperature=0.0, salt="warm-up")
-    # Kernels and graphs for the longest context and for the largest chunks.
-    long = WorkItem((1,) * args.long_prompt_len, 2)
-    run_load(engine, [long], temperature=0.0, salt="long warm-up")
+    seconds_of_warmup += warm_up_arrivals(engine, known["capacity"], args, vocab_size)
     for share in args.shares:
         rate = share * known["capacity"]
         row = measure(engine, rate, args, vocab_size, f"{case_name(case)} {share}")
         report.add(
-            measure="arrivals", case=case_name(case), share_of_capacity=share, request_rate=rate, **row
+            measure="arrivals",
+            case=case_name(case),
+            share_of_capacity=share,
+            request_rate=rate,
+            seconds_of_warmup=seconds_of_warmup,
+            **row,
         )
 
 

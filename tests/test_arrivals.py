@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,8 +12,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.arrivals import LONG, make_items, parse_case, stalls_during_long_prompts, table
+from benchmarks import arrivals
+from benchmarks.arrivals import (
+    LONG,
+    arriving_items,
+    make_items,
+    parse_case,
+    stalls_during_long_prompts,
+    table,
+    warm_up_arrivals,
+    warm_up_batches,
+)
 from tests.cli.test_bench_decode import CONFIG
+from tests.helpers.engines import FakeEngine
 from tiny_vllm.cli.bench_load import LoadResult, RequestTimes
 from tiny_vllm.cli.bench_workloads import WorkItem
 
@@ -39,8 +51,6 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
     return done.returncode, content, done.stdout + done.stderr
 
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
 
 def test_every_case_meets_every_share_of_the_capacity(tmp_path: Path) -> None:
     options = (
@@ -64,7 +74,60 @@ def test_every_case_meets_every_share_of_the_capacity(tmp_path: Path) -> None:
         assert row["request_rate"] == pytest.approx(row["share_of_capacity"] * capacity["requests_per_s"])
         assert row["num_long_prompts"] == 3 and 0 <= row["share_beyond_bound"] <= 1
         assert row["first_token_p50_ms"] <= row["first_token_p99_ms"]
+        # Long prompts come until 0.25 seconds after the start, at the highest share and at the lowest.
+        assert row["seconds_of_warmup"] > 2 * 0.25
+        assert row["gc_seconds"] >= 0
+    assert len({row["seconds_of_warmup"] for row in rows}) == 2
     assert output.count("| 90% | ") == 2 and "stall p50" in output
+
+
+class Loads:
+    """What run_load was given: the items and the salt of each load."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[WorkItem], str]] = []
+
+        def note(engine: Any, items: list[WorkItem], *, temperature: float, salt: str) -> LoadResult:
+            self.seen.append((items, salt))
+            return LoadResult(1.0, [], [], 0)
+
+        monkeypatch.setattr(arrivals, "run_load", note)
+
+
+def arguments(**options: Any) -> argparse.Namespace:
+    lengths = {"length_scale": 0.05, "long_prompt_len": 100}
+    return argparse.Namespace(
+        **lengths, **{"seconds": 4.0, "long_every": 1.5, "max_num_seqs": 8, "seed": 0, **options}
+    )
+
+
+def test_every_batch_is_met_before_the_capacity_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads(monkeypatch)
+    assert warm_up_batches(FakeEngine().engine, arguments(), 100) == 3
+    short, whole, alone = (items for items, _ in loads.seen)
+    assert len(short) == 8 and all(item.output_len <= number for number, item in enumerate(short, 1))
+    # All slots are full, and a long prompt waits for one of them.
+    assert len(whole) == 9 and {item.arrival for item in whole} == {0}
+    assert (whole[-1].priority, len(whole[-1].prompt_token_ids)) == (LONG, 100)
+    assert [len(item.prompt_token_ids) for item in alone] == [100]
+
+
+def test_the_highest_share_and_the_lowest_warm_up_their_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads(monkeypatch)
+    args = arguments(shares=[0.25, 0.5, 0.9])
+    engine = FakeEngine().engine
+    assert warm_up_arrivals(engine, 100.0, args, 100) == 2
+    assert [items for items, _ in loads.seen] == [
+        arriving_items(rate, args, 100) for rate in (0.9 * 100.0, 25.0)
+    ]
+    assert len({salt for _, salt in loads.seen}) == 2
+
+
+def test_one_share_warms_up_once_and_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads(monkeypatch)
+    assert warm_up_arrivals(FakeEngine().engine, 10.0, arguments(shares=[0.5], seconds=1e4), 100) == 1
+    ((items, _),) = loads.seen
+    assert items == arriving_items(5.0, arguments(seconds=arrivals.WARM_UP_SECONDS), 100)
 
 
 def test_a_capacity_that_is_given_is_not_measured(tmp_path: Path) -> None:
