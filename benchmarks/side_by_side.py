@@ -9,6 +9,9 @@ one after the other, each in a process of its own, with the same shape (dummy we
 and workloads, and writes all and their ratios into one file, anew after every line. vLLM comes from a bundle
 (--peer) that is installed into a temporary directory first, or into --site, where it stays. Takes about three
 minutes on an H200 with the defaults, two of them vLLM's start.
+
+Both engines are warmed up alike: --num-warmup rounds of each line (default: 1) come before the timed ones,
+before a workload's also one request alone. What they took is each line's seconds_of_warmup.
 """
 
 from __future__ import annotations
@@ -42,12 +45,13 @@ PEER_ENVIRONMENT = {
 class Comparison:
     """What is known so far, on disk after every change."""
 
-    def __init__(self, path: Path | None, model: Path) -> None:
+    def __init__(self, path: Path | None, model: Path, num_warmup: int) -> None:
         self._path = path
         self.content: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
             "model": model.name,
+            "num_warmup": num_warmup,
             "ratios": [],
             "failures": [],
             "throughput_ratios": [],
@@ -178,7 +182,7 @@ def run_ours(comparison: Comparison, args: argparse.Namespace, folder: Path) -> 
         lines = ["--no-step", "--end-to-end", *line_options(args)]
         bench_ours(comparison, args, folder / "decode.json", "decode", lines, "tiny_vllm")
     if args.workloads:
-        lines = ["--workload", args.workloads, "--num-iters", str(args.num_iters)]
+        lines = ["--workload", args.workloads, *round_options(args)]
         bench_ours(comparison, args, folder / "throughput.json", "throughput", lines, "tiny_vllm_throughput")
 
 
@@ -226,8 +230,12 @@ def line_options(args: argparse.Namespace) -> list[str]:
         *("--batch-sizes", args.batch_sizes),
         *("--input-lens", args.input_lens),
         *("--output-len", str(args.output_len)),
-        *("--num-iters", str(args.num_iters)),
+        *round_options(args),
     ]
+
+
+def round_options(args: argparse.Namespace) -> list[str]:
+    return ["--num-iters", str(args.num_iters), "--num-warmup", str(args.num_warmup)]
 
 
 def max_model_len(args: argparse.Namespace) -> int:
@@ -258,6 +266,7 @@ def main() -> int:
     parser.add_argument("--input-lens", default="128")
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--num-iters", type=int, default=3)
+    parser.add_argument("--num-warmup", type=int, default=1, help="rounds of each line before the timed ones")
     parser.add_argument("--limit", type=float, default=280, help="seconds that each engine may take")
     parser.add_argument("--options", default="", help="more options for tiny-vllm, as one string")
     args = parser.parse_args()
@@ -267,9 +276,11 @@ def main() -> int:
         parser.error(f"--engines names {', '.join(sorted(unknown))}, but there are {', '.join(runs)}")
     if not (args.batch_sizes or args.workloads):
         parser.error("--batch-sizes and --workloads are empty: there is nothing to compare")
+    if args.num_warmup < 0:
+        parser.error(f"--num-warmup is {args.num_warmup}, but must be at least 0")
     if not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json")
-    comparison = Comparison(args.json, args.model)
+    comparison = Comparison(args.json, args.model, args.num_warmup)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for engine in engines:

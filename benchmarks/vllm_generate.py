@@ -4,7 +4,8 @@
 
 Dummy weights, greedy, random prompts, no prefix caching; a step is what a call takes beyond one for a single
 token, as `tiny-vllm bench decode --end-to-end` counts it. --workloads are those of `tiny-vllm bench
-throughput`, request for request. Prints one JSON object per line of results.
+throughput`, request for request. Rounds before the timed ones (--num-warmup) are what the two run there, too.
+Prints one JSON object per line of results.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--workloads", default="", help="names and shapes, such as nano-vllm,256x128+512")
     parser.add_argument("--num-iters", type=int, default=3)
+    parser.add_argument("--num-warmup", type=int, default=1, help="rounds of each line before the timed ones")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     args = parser.parse_args()
 
@@ -61,7 +63,14 @@ def main() -> None:
         seed=0,
     )
     ready = time.perf_counter() - start
-    emit(measure="start", version=vllm.__version__, seconds_to_import=imported, seconds_to_ready=ready)
+    emit(
+        measure="start",
+        version=vllm.__version__,
+        seconds_to_import=imported,
+        seconds_to_ready=ready,
+        num_iters=args.num_iters,
+        num_warmup=args.num_warmup,
+    )
     generator = random.Random(0)
 
     def seconds_of(prompts: list[Any], params: list[Any]) -> float:
@@ -87,7 +96,7 @@ def main() -> None:
 
     for input_len in args.input_lens:
         for batch_size in args.batch_sizes:
-            timed_call(batch_size, input_len, args.output_len)
+            warmup = [timed_call(batch_size, input_len, args.output_len) for _ in range(args.num_warmup)]
             whole, first = [], []
             for _ in range(args.num_iters):
                 whole.append(timed_call(batch_size, input_len, args.output_len))
@@ -103,12 +112,14 @@ def main() -> None:
                 seconds_per_call=total,
                 seconds_to_first_token=prompt,
                 spread=(max(whole) - min(whole)) / total,
+                seconds_of_warmup=sum(warmup),
             )
 
     for workload in workloads:
         prompts = [{"prompt_token_ids": list(item.prompt_token_ids)} for item in workload.items]
         params = [sampling(workload.temperature, item.output_len) for item in workload.items]
-        seconds_of(prompts[:1], params[:1])
+        warmup = [seconds_of(prompts[:1], params[:1])]
+        warmup += [seconds_of(prompts, params) for _ in range(args.num_warmup)]
         rounds = [seconds_of(prompts, params) for _ in range(args.num_iters)]
         seconds = statistics.median(rounds)
         emit(
@@ -118,6 +129,7 @@ def main() -> None:
             output_tokens=workload.num_output_tokens,
             seconds=seconds,
             seconds_of_rounds=rounds,
+            seconds_of_warmup=sum(warmup),
             prompt_tokens_per_s=workload.num_prompt_tokens / seconds,
             output_tokens_per_s=workload.num_output_tokens / seconds,
         )

@@ -30,6 +30,7 @@ class LLM:
         if FAILS_AT == len(prompts): raise ValueError("no room")
         counts = [one.max_tokens for one in params]
         assert len(counts) == len(prompts)
+        print(f"{len(counts)} of {max(counts)} tokens", flush=True)
         time.sleep(0.001 * sum(counts))
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in counts]
 """
@@ -82,6 +83,27 @@ def test_workloads_are_compared_by_the_time_they_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("options", "num_warmup"), [((), 1), (("--num-warmup", "2"), 2)])
+def test_both_are_warmed_up_by_as_many_rounds(
+    options: tuple[str, ...], num_warmup: int, tmp_path: Path
+) -> None:
+    code, report, output = compare(tmp_path, "--batch-sizes", "3", "--workloads", "2x16+7", *options)
+    assert code == 0, output
+    assert report["num_warmup"] == num_warmup
+    start, decode, throughput = report["vllm"]["rows"]
+    ours = report["tiny_vllm"], report["tiny_vllm_throughput"]
+    assert [engine["options"]["num_warmup"] for engine in ours] == [num_warmup] * 2
+    assert start["num_warmup"] == num_warmup
+    # A sleep may take longer than asked, never less.
+    assert decode["seconds_of_warmup"] >= num_warmup * 3 * 6 / 1000
+    assert throughput["seconds_of_warmup"] >= (1 + 2 * num_warmup) * 7 / 1000
+    rows = ours[0]["rows"][1], ours[1]["rows"][0]
+    assert all(row["seconds_of_warmup"] > 0 for row in rows)
+    # One round is timed of each.
+    assert output.count("3 of 6 tokens") == output.count("2 of 7 tokens") == num_warmup + 1
+
+
+@pytest.mark.slow
 def test_what_one_engine_cannot_do_leaves_the_rest(tmp_path: Path) -> None:
     code, report, output = compare(tmp_path, fails_at=3)
     assert code == 1
@@ -116,6 +138,12 @@ def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
     code, report, output = compare(tmp_path, "--engines", "vllm,other")
     assert code == 2 and report == {}
     assert "--engines names other, but there are tiny-vllm, vllm" in output
+
+
+def test_fewer_rounds_than_none_are_refused(tmp_path: Path) -> None:
+    code, report, output = compare(tmp_path, "--num-warmup", "-1")
+    assert code == 2 and report == {}
+    assert "--num-warmup is -1, but must be at least 0" in output
 
 
 def test_nothing_to_compare_is_refused(tmp_path: Path) -> None:

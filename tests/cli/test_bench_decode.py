@@ -96,6 +96,28 @@ def test_calls_of_generate_get_lines_of_their_own(model: str, capsys: pytest.Cap
         assert row["output_tokens_per_s"] * row["seconds_per_call"] == pytest.approx(row["batch_size"] * 4)
 
 
+@pytest.mark.parametrize("num_warmup", [0, 1, 2])
+def test_whole_calls_run_before_the_clock_does(
+    num_warmup: int, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[int, int, int, int]] = []
+
+    def note(llm: Any, batch_size: int, input_len: int, output_len: int, *, seed: int) -> float:
+        calls.append((batch_size, input_len, output_len, seed))
+        return float(output_len)
+
+    monkeypatch.setattr(bench_decode, "timed_call", note)
+    arguments = ("--no-step", "--end-to-end", "--input-lens", "5", "--output-len", "4", "--num-iters", "2")
+    more = ("--batch-sizes", "1", "--num-warmup", str(num_warmup), "--json", "-", "--device", "cpu")
+    assert bench(model, *arguments, *more) == 0
+    report = report_of(capsys)
+    assert report["options"]["num_warmup"] == num_warmup
+    assert report["rows"][1]["seconds_of_warmup"] == 4 * num_warmup
+    # The start's call, and then those of the line; no two have the same prompts.
+    assert [output_len for *_, output_len, _ in calls] == [1, *[4] * num_warmup, 4, 1, 4, 1]
+    assert len({seed for *_, seed in calls}) == len(calls)
+
+
 def test_no_two_timed_calls_share_a_prompt(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [
         tuple(prompt)
@@ -111,6 +133,7 @@ def test_no_two_timed_calls_share_a_prompt(model: str, monkeypatch: pytest.Monke
     [
         (["--num-steps", "0"], "--num-steps is 0, but must be at least 1"),
         (["--num-rounds", "0"], "--num-rounds is 0"),
+        (["--num-warmup", "-1"], "--num-warmup is -1, but must be at least 0"),
         (["--output-len", "1"], "--output-len is 1, but must be at least 2"),
         (["--no-step"], "--no-step leaves nothing to time\nhint: add --end-to-end"),
         (["--contexts", "509"], "513 tokens, more than the model's context (512)"),

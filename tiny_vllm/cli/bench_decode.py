@@ -35,7 +35,7 @@ SHARE_OF_FREE = 0.8
 DEFAULT_BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 64), "cpu": (1, 2, 4, 8, 16)}
 OPTIONS = (
     *("batch_sizes", "contexts", "num_steps", "num_rounds"),
-    *("step", "end_to_end", "input_lens", "output_len", "num_iters"),
+    *("step", "end_to_end", "input_lens", "output_len", "num_iters", "num_warmup"),
 )
 
 
@@ -76,6 +76,13 @@ def add_parser(benchmarks: Any) -> None:
     )
     whole.add_argument(
         "--num-iters", type=int, default=3, metavar="N", help="repetitions; the median counts (default: 3)"
+    )
+    whole.add_argument(
+        "--num-warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="repetitions before the timed ones (default: 1)",
     )
     add_engine_options(parser)
     add_common_options(parser)
@@ -124,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("num_steps", 1), ("num_rounds", 1), ("output_len", 2), ("num_iters", 1)):
+    least_values = {"num_steps": 1, "num_rounds": 1, "output_len": 2, "num_iters": 1, "num_warmup": 0}
+    for name, least in least_values.items():
         if getattr(args, name) < least:
             raise ConfigError(f"{name} is {getattr(args, name)}, but must be at least {least}")
     if not (args.step or args.end_to_end):
@@ -259,8 +267,11 @@ def time_generate(report: RowReport, args: argparse.Namespace) -> None:
 
 def _time_calls(report: RowReport, llm: LLM, args: argparse.Namespace, line: dict[str, Any]) -> None:
     batch_size, input_len, output_len = line["batch_size"], line["input_len"], args.output_len
-    # Once without the clock: kernels are compiled and graphs captured when a context first needs them.
-    timed_call(llm, batch_size, input_len, output_len, seed=0)
+    # Not counted: kernels are compiled and graphs captured when a context first needs them.
+    warmup = [
+        timed_call(llm, batch_size, input_len, output_len, seed=-1 - index)
+        for index in range(args.num_warmup)
+    ]
     whole, first = [], []
     for iteration in range(args.num_iters):
         whole.append(timed_call(llm, batch_size, input_len, output_len, seed=2 * iteration + 1))
@@ -278,6 +289,7 @@ def _time_calls(report: RowReport, llm: LLM, args: argparse.Namespace, line: dic
         seconds_to_first_token=prompt,
         output_tokens_per_s=batch_size * output_len / total,
         spread=(max(whole) - min(whole)) / total,
+        seconds_of_warmup=sum(warmup),
     )
 
 
