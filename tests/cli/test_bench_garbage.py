@@ -47,6 +47,18 @@ def test_collections_add_up_and_the_longest_stands_alone() -> None:
     )
 
 
+def test_entered_again_it_counts_on() -> None:
+    clock = GarbageClock()
+    with clock:
+        gc.collect()
+    once = clock.columns()
+    gc.collect()
+    with clock:
+        assert clock.columns() == once
+        gc.collect()
+    assert clock.columns()["gc_seconds"] > once["gc_seconds"]
+
+
 def test_it_stops_counting_after_an_error() -> None:
     callbacks = list(gc.callbacks)
     with pytest.raises(KeyError), GarbageClock():

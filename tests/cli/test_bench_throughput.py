@@ -146,7 +146,7 @@ def test_a_line_says_how_long_garbage_was_collected(
     monkeypatch.setattr(Engine, "step", step_and_collect)
     assert bench(model, f"--workload 1x8+3 {path} --json -") == 0
     (row,) = rows_of(capsys)
-    # Three collections or more, all alike: none takes all of the time.
+    # Three collections, all alike: none takes all of the time.
     assert 0 < row["gc_longest_ms"] < row["gc_seconds"] * 1e3 < row["seconds"] * 1e3
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class GarbageClock:
-    """Counts the collections of every generation, of this process, between entering and leaving it."""
+    """Counts the collections of every generation, of this process, between entering and leaving it.
+    Entered again, it counts on."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

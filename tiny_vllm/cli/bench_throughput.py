@@ -210,9 +210,11 @@ class _Bench:
             llm.generate(prompts, params, cache_salt=f"{workload.name} warm-up {index}", use_tqdm=False)
         seconds_of_warmup = time.perf_counter() - start
         rounds = []
-        with GarbageClock() as garbage:
-            for iteration in range(self._args.num_iters):
-                salt = f"{workload.name} {iteration}"
+        garbage = GarbageClock()
+        for iteration in range(self._args.num_iters):
+            salt = f"{workload.name} {iteration}"
+            # Full collections wait for the end of a call, and so may run between two rounds.
+            with garbage:
                 start = time.perf_counter()
                 outputs = llm.generate(prompts, params, cache_salt=salt, use_tqdm=False)
                 rounds.append(time.perf_counter() - start)
