@@ -61,6 +61,8 @@ MAX_TILE_SCORES = 1 << 22
 TILES_16_BIT = ((128, (64, 64, 4, 2)), (256, (64, 32, 8, 2)))
 # FP32 products have no tensor cores: small tiles.
 TILES_FP32 = ((64, (32, 32, 4, 1)), (128, (32, 32, 4, 1)), (256, (16, 16, 4, 1)))
+# Sequences among which a program looks for its own at a time: one per thread of 4 warps.
+BLOCK_SEQUENCES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,7 @@ def _attend_keys(
     return maximum, total, output
 
 
-@jit
+@jit(do_not_specialize=("query_starts_ptr", "context_lens_ptr", "num_sequences", "table_width"))
 def _prefill_attention_kernel(
     output_ptr,
     q_ptr,
@@ -382,11 +384,13 @@ def _prefill_attention_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are
     # empty.
-    index = tl.arange(0, BLOCK_SEQUENCES)
-    is_sequence = index < num_sequences
-    all_starts = tl.load(query_starts_ptr + index, mask=is_sequence, other=0).to(tl.int32)
-    is_before = is_sequence & (all_starts // QUERIES + index <= tile)
-    sequence = tl.sum(is_before.to(tl.int32), 0) - 1
+    sequence = -1
+    for first in tl.range(0, num_sequences, BLOCK_SEQUENCES):
+        index = first + tl.arange(0, BLOCK_SEQUENCES)
+        is_sequence = index < num_sequences
+        starts = tl.load(query_starts_ptr + index, mask=is_sequence, other=0).to(tl.int32)
+        is_before = is_sequence & (starts // QUERIES + index <= tile)
+        sequence += tl.sum(is_before.to(tl.int32), 0)
     query_start = tl.load(query_starts_ptr + sequence).to(tl.int32)
     query_end = tl.load(query_starts_ptr + sequence + 1).to(tl.int32)
     first_query = query_start + (tile - query_start // QUERIES - sequence) * QUERIES
@@ -515,7 +519,7 @@ def attend_chunks(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_DIM=block_dim,
-        BLOCK_SEQUENCES=next_power_of_2(num_sequences),
+        BLOCK_SEQUENCES=BLOCK_SEQUENCES,
         **launch_options(num_warps, num_stages=num_stages),
     )
     return output

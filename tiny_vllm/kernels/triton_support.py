@@ -3,6 +3,10 @@
 Kernel modules take `jit`, `tl` and `triton` from here, so that they import without Triton. With
 TRITON_INTERPRET=1 in the environment of the process, kernels run on CPU tensors, slowly: that is for tests.
 
+Triton compiles a kernel anew, which can take seconds, when an integer is 1, a multiple of 16 or neither for
+the first time, or a pointer a multiple of 16 bytes or not. `jit(do_not_specialize=(...))` names the arguments
+that change so from step to step: counts, table widths, pointers to parts of an upload or of another tensor.
+
 Programmatic dependent launch (PDL, sm_90 and newer): a kernel may start while its predecessor still runs.
 Every kernel of a chain asks for its successor first (`launch_dependents`), loads what no kernel of the chain
 writes (weights, older keys and values), and then waits once for its predecessor (`wait_for_predecessor`). All
@@ -37,9 +41,9 @@ except ImportError:
     HAS_TRITON = False
     triton = None
 
-    def jit(function: Callable) -> Callable:
+    def jit(function: Callable | None = None, **options: Any) -> Callable:
         """Stands for `triton.jit`: the kernel exists, and nothing can launch it."""
-        return function
+        return (lambda kernel: kernel) if function is None else function
 
     class tl:  # type: ignore[no-redef]
         """Stands for `triton.language` where module-level constants are made."""
