@@ -78,6 +78,9 @@ MIN_PROGRAMS = 512
 MAX_PART_LEN = 4096
 MAX_PARTS = 64
 JOIN_WARPS = 2
+# Parts that a program joins at most: two kernels to compile, of which the one for few parts takes fewer
+# registers.
+JOIN_BLOCKS = (16, MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +279,13 @@ def _attend_by_products(
 
 
 @jit
-def part_of_context(context_len, part, WINDOW: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr):
+def part_of_context(context_len, part, max_parts, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """First token and length of the visible context, and first and end token of one part of it."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context_len - WINDOW, 0)
     tiles = (context_len - begin + TILE - 1) // TILE
-    part_len = (tiles + MAX_PARTS - 1) // MAX_PARTS * TILE
+    part_len = (tiles + max_parts - 1) // max_parts * TILE
     start = begin + part * part_len
     return start, tl.minimum(start + part_len, context_len)
 
@@ -384,20 +387,20 @@ def _attend_part(
 
 @jit
 def _store_part(
-    output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part, max_parts,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised outputs [B, Hq, MAX_PARTS, BLOCK_DIM] and (maximum, sum) of each; with a single part, the
-    output itself. q_row [G]: the heads' rows."""
+    """Unnormalised outputs [B, Hq, max_parts, BLOCK_DIM] and (maximum, sum) of each; IS_WHOLE: the output
+    itself, of the only part. q_row [G]: the heads' rows."""
     head = tl.arange(0, BLOCK_GROUP)
     dims = tl.arange(0, BLOCK_DIM)
     mask = (head < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    if MAX_PARTS == 1:
+    if IS_WHOLE:
         output = (output / total[:, None]).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + q_row[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)
     else:
-        part_row = q_row * MAX_PARTS + part
+        part_row = q_row * max_parts + part
         tl.store(part_output_ptr + part_row[:, None] * BLOCK_DIM + dims[None, :], output, mask=mask)
         tl.store(part_sums_ptr + part_row * 2, maximum, mask=head < GROUP)
         tl.store(part_sums_ptr + part_row * 2 + 1, total, mask=head < GROUP)
@@ -407,9 +410,9 @@ def _store_part(
 def attend_and_store_part(
     output_ptr, part_output_ptr, part_sums_ptr, q, newest_key, newest_value, holds_newest, keys, values,
     k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
-    sequence, kv_head, part, start, before, scale,
+    sequence, kv_head, part, max_parts, start, before, scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, TILE: tl.constexpr, MAX_PARTS: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr, TILE: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """What is left of a program when it has its queries, the newest key and value, and its first tile."""
@@ -424,12 +427,12 @@ def attend_and_store_part(
     )  # fmt: skip
     q_row = (sequence * NUM_KV_HEADS + kv_head) * GROUP + head
     _store_part(
-        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part,
-        GROUP, HEAD_DIM, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+        output_ptr, part_output_ptr, part_sums_ptr, maximum, total, output, q_row, part, max_parts,
+        GROUP, HEAD_DIM, IS_WHOLE, BLOCK_GROUP, BLOCK_DIM,
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=("table_width", "max_parts"))
 def _attend_part_kernel(
     output_ptr,
     part_output_ptr,
@@ -444,6 +447,7 @@ def _attend_part_kernel(
     k_scales_ptr,
     v_scales_ptr,
     table_width,
+    max_parts,
     scale,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -452,20 +456,20 @@ def _attend_part_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, Hkv, parts). sinks_ptr, and both scales, may be None."""
+    """Grid (B, Hkv, max_parts). sinks_ptr, and both scales, may be None. IS_WHOLE: max_parts is 1."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     if PDL:
         launch_dependents()
     context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    start, end = part_of_context(context_len, part, max_parts, WINDOW, TILE)
     if start >= end:
         return
     table_row = tl.load(table_rows_ptr + sequence).to(tl.int64) if HAS_ROWS else sequence.to(tl.int64)
@@ -498,21 +502,22 @@ def _attend_part_kernel(
     attend_and_store_part(
         output_ptr, part_output_ptr, part_sums_ptr, q, newest_key, newest_value, end > newest, keys, values,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
-        sequence, kv_head, part, start, before, scale,
-        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+        sequence, kv_head, part, max_parts, start, before, scale,
+        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, IS_WHOLE, BLOCK_GROUP, BLOCK_DIM,
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=("max_parts",))
 def _join_parts_kernel(
     output_ptr,
     part_output_ptr,
     part_sums_ptr,
     context_lens_ptr,
+    max_parts,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -522,14 +527,14 @@ def _join_parts_kernel(
     if PDL:
         launch_dependents()
     context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    part = tl.arange(0, MAX_PARTS)
-    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
-    is_part = start < end
+    part = tl.arange(0, BLOCK_PARTS)
+    start, end = part_of_context(context_len, part, max_parts, WINDOW, TILE)
+    is_part = (part < max_parts) & (start < end)
     dims = tl.arange(0, BLOCK_DIM)
     if PDL:
         wait_for_predecessor()
 
-    part_row = row * MAX_PARTS + part
+    part_row = row * max_parts + part
     maxima = tl.load(part_sums_ptr + part_row * 2, mask=is_part, other=float("-inf"))
     totals = tl.load(part_sums_ptr + part_row * 2 + 1, mask=is_part, other=0.0)
     mask = is_part[:, None] & (dims < HEAD_DIM)[None, :]
@@ -563,7 +568,6 @@ class AttentionParts:
             HEAD_DIM=head_dim,
             WINDOW=window or 0,
             TILE=tiles.tile_len,
-            MAX_PARTS=tiles.max_parts,
             BLOCK_DIM=block_dim,
         )
         return AttentionParts(tiles, outputs, sums, constants)
@@ -577,6 +581,8 @@ class AttentionParts:
             self.outputs,
             self.sums,
             context_lens,
+            self.tiles.max_parts,
+            BLOCK_PARTS=next(block for block in JOIN_BLOCKS if block >= self.tiles.max_parts),
             PDL=pdl,
             **self.constants,
             **launch_options(JOIN_WARPS, pdl),
@@ -649,12 +655,14 @@ def attend_pages(
         k_scales,
         v_scales,
         page_table.stride(0),
+        parts.tiles.max_parts,
         scale,
         GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
         SOFTCAP=softcap or 0.0,
         BLOCK_GROUP=max(next_power_of_2(group), 16),
+        IS_WHOLE=parts.tiles.max_parts == 1,
         HAS_ROWS=table_rows is not None,
         PDL=pdl,
         **parts.constants,

@@ -174,7 +174,7 @@ def _rope_and_attend_kernel(
     if PDL:
         launch_dependents()
     context_len = tl.load(context_lens_ptr + sequence).to(tl.int32)
-    start, end = part_of_context(context_len, part, WINDOW, TILE, MAX_PARTS)
+    start, end = part_of_context(context_len, part, MAX_PARTS, WINDOW, TILE)
     if start >= end:
         return
     table_row = tl.load(table_rows_ptr + sequence).to(tl.int64) if HAS_ROWS else sequence.to(tl.int64)
@@ -241,8 +241,8 @@ def _rope_and_attend_kernel(
     attend_and_store_part(
         output_ptr, part_output_ptr, part_sums_ptr, q, k, v, holds_newest, keys, values,
         k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, page_table_ptr, sinks_ptr,
-        sequence, kv_head, part, start, before, scale,
-        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, MAX_PARTS, BLOCK_GROUP, BLOCK_DIM,
+        sequence, kv_head, part, MAX_PARTS, start, before, scale,
+        GROUP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, SOFTCAP, TILE, MAX_PARTS == 1, BLOCK_GROUP, BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -309,6 +309,7 @@ def rope_and_attend(
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
         SOFTCAP=softcap or 0.0,
+        MAX_PARTS=share.tiles.max_parts,
         BLOCK_GROUP=max(next_power_of_2(group), 16),
         HAS_ROWS=table_rows is not None,
         PDL=pdl,
