@@ -90,7 +90,7 @@ def expert_parts_ref(
     return parts
 
 
-@jit
+@jit(do_not_specialize=("num_tokens", "tile_starts_ptr", "tile_ends_ptr"))
 def _expert_product_kernel(
     y_ptr,
     x_ptr,

@@ -29,8 +29,8 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Rows counted at a time: 8 per thread.
-MAX_BLOCK = 1024
+# Rows counted at a time, 1 per thread for few rows, 8 for more: two kernels to compile, however many rows.
+BLOCKS = (128, 1024)
 NUM_WARPS = 4
 
 
@@ -73,6 +73,14 @@ def expert_tiles_ref(experts: Tensor, num_experts: int, tile_rows: int, pdl: boo
 
 
 @jit
+def _append_own(order_ptr, place, rows, is_own):
+    """Store those of the rows that are the expert's, in order, from `place` on; return where they end."""
+    flags = is_own.to(tl.int32)
+    tl.store(order_ptr + place + tl.cumsum(flags, 0) - 1, rows, mask=is_own)
+    return place + tl.sum(flags, 0)
+
+
+@jit(do_not_specialize=("tile_starts_ptr", "tile_ends_ptr", "num_rows", "num_tiles", "tile_rows"))
 def _expert_tiles_kernel(
     order_ptr,
     tile_experts_ptr,
@@ -81,8 +89,8 @@ def _expert_tiles_kernel(
     experts_ptr,
     num_rows,
     num_tiles,
+    tile_rows,
     NUM_EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -94,32 +102,34 @@ def _expert_tiles_kernel(
         wait_for_predecessor()
     index = tl.arange(0, BLOCK_EXPERTS)
     counts = tl.zeros((BLOCK_EXPERTS,), tl.int32)
-    for first in tl.range(0, num_rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        is_row = row < num_rows
-        expert = tl.load(experts_ptr + row, mask=is_row, other=0)
-        counts += tl.histogram(expert, BLOCK_EXPERTS, mask=is_row)
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    # Whole blocks need no mask, so that their loads have 16 bytes whatever the number of rows.
+    rest = num_rows // BLOCK * BLOCK
+    for first in tl.range(0, rest, BLOCK):
+        expert = tl.load(experts_ptr + first + tl.arange(0, BLOCK))
+        counts += tl.histogram(expert, BLOCK_EXPERTS)
+    row = rest + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    last = tl.load(experts_ptr + row, mask=is_row, other=-1)
+    counts += tl.histogram(tl.where(is_row, last, 0), BLOCK_EXPERTS, mask=is_row)
+    tiles = (counts + tile_rows - 1) // tile_rows
     count = tl.sum(tl.where(index == own, counts, 0), 0)
     start = tl.sum(tl.where(index < own, counts, 0), 0)
     first_tile = tl.sum(tl.where(index < own, tiles, 0), 0)
 
     place = start
-    for first in tl.range(0, num_rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        is_own = (row < num_rows) & (tl.load(experts_ptr + row, mask=row < num_rows, other=-1) == own)
-        flags = is_own.to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(flags, 0) - 1, row, mask=is_own)
-        place += tl.sum(flags, 0)
+    for first in tl.range(0, rest, BLOCK):
+        expert = tl.load(experts_ptr + first + tl.arange(0, BLOCK))
+        place = _append_own(order_ptr, place, first + tl.arange(0, BLOCK), expert == own)
+    _append_own(order_ptr, place, row, last == own)
 
-    for first in tl.range(0, (count + TILE_ROWS - 1) // TILE_ROWS, 32):
+    for first in tl.range(0, (count + tile_rows - 1) // tile_rows, 32):
         tile = first + tl.arange(0, 32)
-        begin = start + tile * TILE_ROWS
+        begin = start + tile * tile_rows
         is_tile = begin < start + count
         tl.store(tile_experts_ptr + first_tile + tile, own, mask=is_tile)
         tl.store(tile_starts_ptr + first_tile + tile, begin, mask=is_tile)
         tl.store(
-            tile_ends_ptr + first_tile + tile, tl.minimum(begin + TILE_ROWS, start + count), mask=is_tile
+            tile_ends_ptr + first_tile + tile, tl.minimum(begin + tile_rows, start + count), mask=is_tile
         )
     # The spare tiles: one program says so of all.
     if own == NUM_EXPERTS - 1:
@@ -142,9 +152,9 @@ def _launch_expert_tiles(experts: Tensor, num_experts: int, tile_rows: int, pdl:
         experts,
         len(experts),
         len(tiles.experts),
+        tile_rows,
         NUM_EXPERTS=num_experts,
-        TILE_ROWS=tile_rows,
-        BLOCK=min(max(next_power_of_2(len(experts)), 16), MAX_BLOCK),
+        BLOCK=BLOCKS[len(experts) > BLOCKS[0]],
         BLOCK_EXPERTS=max(next_power_of_2(num_experts), 2),
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),

@@ -44,7 +44,7 @@ def pick_experts_ref(
     return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
-@jit
+@jit(do_not_specialize=("num_tokens",))
 def _pick_experts_kernel(
     experts_ptr,
     weights_ptr,
