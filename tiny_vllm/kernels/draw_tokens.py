@@ -183,7 +183,7 @@ def _largest(values):
         return values
 
 
-@jit
+@jit(do_not_specialize=("logits_won_ptr", "slots_ptr", "num_slots"))
 def _draw_tile_kernel(
     maxima_ptr,
     logits_won_ptr,
@@ -218,7 +218,7 @@ def _draw_tile_kernel(
     tl.store(winners_ptr + place, winner)
 
 
-@jit
+@jit(do_not_specialize=("logits_won_ptr", "slots_ptr", "num_slots"))
 def _join_tiles_kernel(
     tokens_ptr,
     maxima_ptr,

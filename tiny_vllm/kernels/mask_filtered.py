@@ -203,7 +203,7 @@ def _tiles_kernel(
         tl.store(tile_masses_ptr + place, mass)
 
 
-@jit
+@jit(do_not_specialize=("num_candidates_ptr", "top_p_ptr", "min_p_ptr"))
 def _bound_kernel(
     maximum_ptr,
     total_ptr,
@@ -266,7 +266,7 @@ def _bound_kernel(
     tl.store(num_candidates_ptr + row, tl.where(bound > LOWEST_KEY, 0, MAX_CANDIDATES + 1))
 
 
-@jit
+@jit(do_not_specialize=("num_candidates_ptr",))
 def _candidates_kernel(
     candidates_ptr,
     num_candidates_ptr,
@@ -291,7 +291,7 @@ def _candidates_kernel(
             tl.store(candidates_ptr + row * MAX_CANDIDATES + place, values, mask=has_room)
 
 
-@jit
+@jit(do_not_specialize=("border_ptr", "num_candidates_ptr", "top_p_ptr"))
 def _border_kernel(
     border_ptr,
     num_equal_ptr,
@@ -378,7 +378,7 @@ def _border_kernel(
     tl.store(num_equal_ptr + row, num_equal)
 
 
-@jit
+@jit(do_not_specialize=("border_ptr", "min_p_ptr"))
 def _mask_kernel(
     logits_ptr, border_ptr, num_equal_ptr, maximum_ptr, temperature_ptr, min_p_ptr, V, TILE: tl.constexpr
 ):

@@ -47,7 +47,7 @@ def read_sampling_ref(columns: SamplingColumns, slots: Tensor) -> SamplingRows:
     )
 
 
-@jit
+@jit(do_not_specialize=("out_top_p_ptr", "out_min_p_ptr", "slots_ptr", "num_rows"))
 def _read_sampling_kernel(
     out_temperature_ptr,
     out_top_k_ptr,
