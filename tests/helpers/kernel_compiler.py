@@ -18,11 +18,12 @@ import torch
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """name; shapes: the constants the launch was made with; registers per thread; bytes of stack that each
-    thread
-    spills to; shared: bytes of shared memory; ptx: assembly text."""
+    """name; key: equal for launches that one compilation serves; shapes: the constants the launch was made
+    with; registers per thread; bytes of stack that each thread spills to; shared: bytes of shared memory;
+    ptx: assembly text."""
 
     name: str
+    key: str
     constants: dict[str, Any]
     num_warps: int
     num_registers: int
@@ -82,6 +83,7 @@ def _describe(name: str, kernel: Any, options: dict[str, Any]) -> CompiledKernel
     registers, stack = _resources(kernel.asm["cubin"])
     return CompiledKernel(
         name=name,
+        key=kernel.hash,
         constants={key: value for key, value in options.items() if key.isupper()},
         num_warps=options["num_warps"],
         num_registers=registers,
