@@ -384,7 +384,7 @@ def _prefill_attention_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     # Sequence s has its tiles at starts[s] // QUERIES + s and after: never too few, and the spare ones are
     # empty.
-    sequence = -1
+    sequence = tl.full((), -1, tl.int32)
     for first in tl.range(0, num_sequences, BLOCK_SEQUENCES):
         index = first + tl.arange(0, BLOCK_SEQUENCES)
         is_sequence = index < num_sequences

@@ -29,6 +29,7 @@ DECODE_CASES = {
     "head_96_group_3": ([33, 65, 5], 6, 2, 96, 32),
     "head_128_group_16": ([130], 16, 1, 128, 64),
     "head_256_group_7": ([129, 2], 7, 1, 256, 16),
+    "many_parts": ([1100, 5], 2, 1, 64, 16),
 }
 # (chunk length, context length) of each sequence, then as above
 PREFILL_CASES = {
@@ -38,6 +39,13 @@ PREFILL_CASES = {
     "head_96_group_3": ([(40, 72)], 6, 2, 96, 32),
     "head_128_group_16": ([(9, 20), (3, 3)], 16, 1, 128, 64),
     "head_256_group_7": ([(10, 21)], 7, 1, 256, 16),
+    "more_sequences_than_are_looked_at_together": (
+        [(index % 3 + 1, index % 5 + 3) for index in range(130)],
+        2,
+        1,
+        64,
+        16,
+    ),
 }
 if not INTERPRETED:
     DECODE_CASES |= {
