@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 
+from tests.serving.support import STUB_COMMAND, wait_until
 from tiny_vllm.serving.engine_child import MAX_TAKEN_TOGETHER, EngineChild
 from tiny_vllm.serving.messages import Loading, encode
 
@@ -38,3 +42,30 @@ async def _send_many(count: int) -> None:
         context.destroy(linger=0)
     assert [message for _, message in heard] == [Loading(number, count) for number in range(count)]
     assert len({turn for turn, _ in heard}) == 3
+
+
+# Starts an engine and ends before that has read its arguments.
+SHORT_LIVED = """
+import os, subprocess, sys
+import msgspec
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving.messages import Start
+start = msgspec.json.encode(Start(EngineConfig(), 30, os.getpid())).decode()
+command = [*sys.argv[1:], "ipc:///tmp/nobody-listens-here", start]
+print(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid)
+"""
+
+
+def test_an_engine_whose_parent_died_before_it_had_started_ends() -> None:
+    command = [sys.executable, "-c", SHORT_LIVED, *STUB_COMMAND]
+    parent = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    wait_until(lambda: has_ended(int(parent.stdout)), 60)
+
+
+def has_ended(process_id: int) -> bool:
+    """Also if nobody has asked for its exit code yet."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ class EngineClient:
         self.num_restarts = 0
         self._tokenizer = tokenizer
         self._command = command
-        self._start = Start(config, log_level)
+        self._start = Start(config, log_level, os.getpid())
         self._restart = restart
         self._on_ready = on_ready
         self._observe = observe

@@ -77,7 +77,6 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("tiny_vllm").setLevel(start.log_level)
-    parent_id = os.getppid()
     channel = ZmqChannel(address)
     try:
         engine, config = build(start.config, _Reporter(channel))
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
         gc.collect()
         gc.freeze()
         channel.send(Ready(asdict(config)))
-        EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != parent_id).run()
+        EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != start.parent_id).run()
     except Exception as error:
         logging.getLogger(__name__).debug("the engine process ends", exc_info=True)
         cause = error.__cause__

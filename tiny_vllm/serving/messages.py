@@ -24,10 +24,12 @@ from tiny_vllm.types import Request, TokenEvent
 
 
 class Start(msgspec.Struct, tag=True):
-    """The command-line argument of an engine process. config: as the user gave it, unresolved."""
+    """The command-line argument of an engine process. config: as the user gave it, unresolved. parent_id: the
+    process that it must not outlive."""
 
     config: EngineConfig
     log_level: int
+    parent_id: int
 
 
 class Add(msgspec.Struct, tag=True):
