@@ -341,8 +341,7 @@ def launch_draw_tokens(
         BLOCK=block,
         HAS_SLOTS=advance is not None,
         PDL=pdl,
-        maxnreg=MAX_REGISTERS,
-        **launch_options(num_warps, pdl),
+        **launch_options(num_warps, pdl, max_registers=MAX_REGISTERS),
     )
     return join_tiles(found, temperature, keys, advance, pdl)
 

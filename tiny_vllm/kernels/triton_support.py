@@ -66,11 +66,15 @@ def has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch_options(num_warps: int, pdl: bool = False, num_stages: int = 1) -> dict[str, Any]:
-    """Keyword arguments of a launch; the attribute of PDL exists on NVIDIA only."""
+def launch_options(
+    num_warps: int, pdl: bool = False, num_stages: int = 1, max_registers: int | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of a launch; the attribute of PDL and a limit of registers exist on NVIDIA only."""
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if pdl:
         options["launch_pdl"] = True
+    if max_registers is not None and torch.version.hip is None:
+        options["maxnreg"] = max_registers
     return options
 
 
