@@ -188,9 +188,19 @@ def test_a_tape_that_does_not_compile_is_replaced_with_one_warning() -> None:
     assert len(warned) == 1
 
 
-def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page() -> None:
+@pytest.mark.parametrize("max_model_len", [7, 256])
+def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page(max_model_len: int) -> None:
     model = make_tiny_llama()
-    paged = PagedDecoder(spec_of(model.config), weights_of(model), page_size=16, num_pages=5, poison=7.0)
-    build._load_prompt_kernels(paged.decoder, paged.kv_cache)
+    paged = PagedDecoder(
+        spec_of(model.config),
+        weights_of(model),
+        page_size=16,
+        num_pages=5,
+        max_model_len=max_model_len,
+        poison=7.0,
+    )
+    build._load_prompt_kernels(paged.decoder, paged.kv_cache, max_model_len)
     for pages in (paged.kv_cache.k, paged.kv_cache.v):
-        assert (pages[:, 1:] == 7).all() and not (pages[:, 0] == 7).any()
+        assert (pages[:, 1:] == 7).all()
+        assert not (pages[:, 0, :, : min(max_model_len, 16)] == 7).any()
+        assert (pages[:, 0, :, max_model_len:] == 7).all()

@@ -218,7 +218,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
         )
         if has_chain:
-            _load_prompt_kernels(decoder, kv_cache)
+            _load_prompt_kernels(decoder, kv_cache, config.max_model_len)
         if compiling is not None:
             steppers += _make_tape(spec, kept, decoder.cos_sin, kv_cache, state, sampler, compiling)
         if has_chain:
@@ -239,9 +239,10 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
 
 
 @torch.inference_mode()
-def _load_prompt_kernels(decoder: Decoder, kv_cache: KVCache) -> None:
-    """Compile or load what prompts run through: a prompt of two pages, all of it on the null page."""
-    num_tokens = 2 * kv_cache.page_size
+def _load_prompt_kernels(decoder: Decoder, kv_cache: KVCache, max_model_len: int) -> None:
+    """Compile or load what prompts run through: a prompt of two pages if that is allowed, all of it on the
+    null page."""
+    num_tokens = min(2 * kv_cache.page_size, max_model_len)
     positions = torch.arange(num_tokens, device=kv_cache.k.device)
     zeros, none = torch.zeros_like(positions), positions[:0]
     batch = ForwardBatch(
@@ -250,7 +251,7 @@ def _load_prompt_kernels(decoder: Decoder, kv_cache: KVCache) -> None:
         cells=positions % kv_cache.page_size,
         decode_page_table=none.view(0, 1),
         decode_context_lens=none,
-        prefill_page_table=zeros[:2].view(1, 2),
+        prefill_page_table=zeros[: -(-num_tokens // kv_cache.page_size)].view(1, -1),
         prefill_query_starts=positions[:1].new_tensor([0, num_tokens]),
         prefill_context_lens=positions[-1:] + 1,
     )
