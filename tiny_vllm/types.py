@@ -132,10 +132,8 @@ class SamplingParams:
         _set(
             self,
             "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, low=0.0, hint="1 is off"),
+            _number("repetition_penalty", self.repetition_penalty, low=0.0, is_above=True, hint="1 is off"),
         )
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty is 0, but must be above 0", hint="1 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})",
@@ -183,14 +181,21 @@ def _integer(
 
 
 def _number(
-    name: str, value: object, *, low: float, high: float = math.inf, hint: str | None = None
+    name: str,
+    value: object,
+    *,
+    low: float,
+    high: float = math.inf,
+    is_above: bool = False,
+    hint: str | None = None,
 ) -> float:
-    """The value as a float: an integer may be too large for a tensor's element."""
+    """The value as a float: an integer may be too large for a tensor's element. is_above: not low itself."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} is {_shown(value)}, but must be a number", hint=hint)
     # Integers too large for a float are only ever too large; NaN fails the comparison.
-    if not low <= value <= min(high, sys.float_info.max):
-        limit = f"a finite number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+    if not low <= value <= min(high, sys.float_info.max) or (is_above and value == low):
+        least = f"above {low:g}" if is_above else f"of at least {low:g}"
+        limit = f"a finite number {least}" if high == math.inf else f"from {low:g} to {high:g}"
         raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
     return float(value)
 
