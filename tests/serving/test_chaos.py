@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -84,9 +85,11 @@ class ServerProcess:
             return 0
 
     def metric(self, name: str) -> float:
+        """NaN in the moment between an engine's readiness and its first report."""
         lines = self.request("/metrics").data.decode().splitlines()
-        (line,) = [line for line in lines if line.startswith(f"{name}{{")]
-        return float(line.rpartition(" ")[2])
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
+        assert len(values) <= 1
+        return values[0] if values else math.nan
 
     def assert_alive(self) -> None:
         wait_until(lambda: self.status() == 200)
