@@ -97,17 +97,17 @@ class TimedStepper:
     def max_rows(self) -> int:
         return int(self._stepper.max_rows)
 
-    def draw(self, slots: Any, max_context_len: int) -> Any:
+    def draw(self, slots: Any, max_context_len: int, tokens: Any) -> None:
         import torch
 
         if not self.is_on:
-            return self._stepper.draw(slots, max_context_len)
+            self._stepper.draw(slots, max_context_len, tokens)
+            return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        result = self._stepper.draw(slots, max_context_len)
+        self._stepper.draw(slots, max_context_len, tokens)
         end.record()
         self.pairs.append((start, end))
-        return result
 
     def logits(self, slots: Any, max_context_len: int) -> Any:
         return self._stepper.logits(slots, max_context_len)

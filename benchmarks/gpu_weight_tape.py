@@ -27,16 +27,17 @@ from tiny_vllm.models.tape_decode import TapeDecode, compile_tape
 def time_steps(
     step: TapeStep, state: SlotState, position: int, *, rounds: int = 7, launches: int = 30
 ) -> float:
+    tokens = torch.empty_like(step.slots)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     seconds = []
     for _ in range(rounds):
         state.computed_len.fill_(position)
         for _ in range(3):
-            step.draw()
+            step.draw(tokens)
         state.computed_len.fill_(position)
         start.record()
         for _ in range(launches):
-            step.draw()
+            step.draw(tokens)
         end.record()
         end.synchronize()
         seconds.append(start.elapsed_time(end) / launches / 1e3)
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--model", default="1b")
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--contexts", default="129,640,4096")
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--windows", default="3")
     parser.add_argument("--direct-limits", default="512")
     options = parser.parse_args()
@@ -60,12 +62,13 @@ def main() -> None:
         weights = make_weights(spec)
         rate = measure_read_rate()
         report.add(read_rate_tb_s=rate.bytes_per_second / 1e12)
-        pages_per_slot = (max(contexts) + 64) // PAGE_SIZE
+        page_size = options.page_size
+        pages_per_slot = -(-(max(contexts) + 64) // page_size)
         num_slots = max(rows_wanted)
         cache = KVCache.allocate(
             spec,
             num_pages=num_slots * pages_per_slot + 1,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             dtype=torch.bfloat16,
             device="cuda",
         )
@@ -75,7 +78,7 @@ def main() -> None:
         pages = torch.randperm(num_slots * pages_per_slot, device="cuda").view(num_slots, -1) + 1
         state = SlotState(pages, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone())
         cos_sin = rope_table(spec.rope, max_len=max(contexts) + 64).cuda()
-        functions = compile_tape(spec, PAGE_SIZE, num_slots, cache.k.device)
+        functions = compile_tape(spec, page_size, num_slots, cache.k.device)
         temperature = torch.zeros(num_slots, device="cuda")
         tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
         for rows in rows_wanted:
@@ -90,7 +93,8 @@ def main() -> None:
                         weight_bytes = tape.layout.shape.num_weights * 2
                         kv_bytes = rows * context * spec.kv_values_per_token * 2
                         report.add(
-                            model=model, rows=rows, context=context, window=window, direct_limit=limit,
+                            model=model, page_size=page_size, rows=rows, context=context,
+                            window=window, direct_limit=limit,
                             us=seconds * 1e6,
                             share=(weight_bytes + kv_bytes) / seconds / rate.bytes_per_second,
                         )  # fmt: skip

@@ -111,15 +111,16 @@ def test_events_stand_round_the_kernels_of_a_step(monkeypatch: pytest.MonkeyPatc
     class Stepper:
         max_rows = 4
 
-        def draw(self, slots: Any, max_context_len: int) -> str:
-            order.append("kernels")
-            return "tokens"
+        def draw(self, slots: Any, max_context_len: int, tokens: Any) -> None:
+            order.append(tokens)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     stepper = TimedStepper(Stepper())
-    assert stepper.draw(None, 8) == "tokens" and not stepper.pairs
+    stepper.draw(None, 8, "kernels")
+    assert not stepper.pairs
     stepper.is_on = True
-    assert stepper.draw(None, 8) == "tokens" and stepper.max_rows == 4
+    stepper.draw(None, 8, "kernels")
+    assert stepper.max_rows == 4
     assert order == ["kernels", "event", "kernels", "event"] and len(stepper.pairs) == 1
 
 

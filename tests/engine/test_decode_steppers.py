@@ -73,11 +73,11 @@ class Watched:
         self.contexts: list[int] = []
         self.num_logits = 0
 
-    def draw(self, slots: torch.Tensor, max_context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, slots: torch.Tensor, max_context_len: int, tokens: torch.Tensor) -> None:
         self.row_counts.append(len(slots))
         self.drawn.append(slots)
         self.contexts.append(max_context_len)
-        return self.inner.draw(slots, max_context_len)
+        self.inner.draw(slots, max_context_len, tokens)
 
     def logits(self, slots: torch.Tensor, max_context_len: int) -> torch.Tensor:
         self.row_counts.append(len(slots))

@@ -102,3 +102,10 @@ def test_planning_ahead_is_the_default_on_a_gpu_alone(
     )
     assert config.async_scheduling is (expected if asked is None else asked)
     assert any(choice.name == "async_scheduling" for choice in choices) == (asked is None)
+
+
+def test_what_the_device_writes_itself_arrives_like_a_copy() -> None:
+    values = torch.tensor([5, -1, 7])
+    fetch = PlainTransfers(CPU).receive(3, lambda target: target.copy_(values))
+    values.zero_()
+    assert fetch.read() == [5, -1, 7] == fetch.read()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ class DecodeWorkload:
         chain = DecodeChain(model.spec, model.kept_weights, model.decoder.cos_sin, self.cache)
         capture = not model.config.enforce_eager
         graphs = DecodeGraphs(chain, self.state, self.temperature, capture=capture)
-        return lambda: graphs.draw(self.slots, self.longest)
+        tokens = torch.empty_like(self.slots)
+        return lambda: graphs.draw(self.slots, self.longest, tokens)
 
     def _make_tape_step(self) -> Step:
         model = self.model
@@ -139,7 +141,7 @@ class DecodeWorkload:
         # Slots beyond the tables are padding, of which a step may have some.
         step.slots.fill_(len(self.slots))
         step.slots[: len(self.slots)] = self.slots
-        return step.draw
+        return partial(step.draw, torch.empty_like(self.slots))
 
     @torch.inference_mode()
     def _decoder_step(self) -> None:

@@ -53,8 +53,9 @@ class DecodeGraphs:
     def max_rows(self) -> int:
         return self._num_slots
 
-    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
-        return self._run(slots, max_context_len, with_draw=True)[: slots.shape[0]]
+    def draw(self, slots: Tensor, max_context_len: int, tokens: Tensor) -> None:
+        result = self._run(slots, max_context_len, with_draw=True)
+        tokens.copy_(result[: slots.shape[0]], non_blocking=True)
 
     def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
         return self._run(slots, max_context_len, with_draw=False)[: slots.shape[0]]

@@ -11,7 +11,7 @@ class DecodeStepper(Protocol):
     """Computes the next token of some slots from the slot tables on the device, without waiting for it.
 
     slots: [B] int64 on the device, distinct; a tensor that was given before still holds the same slots.
-    max_context_len: at least the longest context of the step, this step's tokens included. Results may be
+    max_context_len: at least the longest context of the step, this step's tokens included. Logits may be
     overwritten by the next call: the runner reads them on the same stream before.
     """
 
@@ -20,11 +20,13 @@ class DecodeStepper(Protocol):
         """Most slots in a step."""
         ...
 
-    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
-        """Tokens [B] int64, drawn by temperature alone; -1 where a row's logits were not usable.
+    def draw(self, slots: Tensor, max_context_len: int, tokens: Tensor) -> None:
+        """Write tokens drawn by temperature alone to `tokens`, -1 where a row's logits were not usable.
 
-        last_token becomes the token, or any other of the vocabulary instead of -1; computed_len and the
-        position of the random stream grow by one.
+        tokens: [B] int64, contiguous, on the device or, on a GPU, in page-locked memory of the host, which
+        kernels may write to directly: a copy between two steps would cost some microseconds. last_token
+        becomes the token, or any other of the vocabulary instead of -1; computed_len and the position of the
+        random stream grow by one.
         """
         ...
 

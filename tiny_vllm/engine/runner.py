@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -116,7 +117,8 @@ class Runner:
         upload.send(self._transfers)
         slot_ids, context = decodes.slot_ids.tensor, decodes.num_pages * self._page_size
         if decodes.sampling.is_plain:
-            return StepUnderWay(self._transfers.fetch(stepper.draw(slot_ids, context)))
+            draw = partial(stepper.draw, slot_ids, context)
+            return StepUnderWay(self._transfers.receive(len(plan.decode_slots), draw))
         drawn = self._sampler.draw(stepper.logits(slot_ids, context), decodes.sampling, self._table)
         return self._finish(drawn, decodes.sampling, StepResult([]))
 

@@ -107,6 +107,11 @@ class Transfers(Protocol):
         """values: [N] int64 on the device; may be overwritten by what is launched next."""
         ...
 
+    def receive(self, count: int, write: Callable[[Tensor], object]) -> Fetch:
+        """Fetch what `write` has the device write to the [count] int64 tensor that it is given; see
+        `DecodeStepper.draw`."""
+        ...
+
 
 class PlainTransfers:
     """To and from a CPU, or a device that is waited for."""
@@ -119,6 +124,11 @@ class PlainTransfers:
 
     def fetch(self, values: Tensor) -> Fetch:
         return _Fetched(values.tolist())
+
+    def receive(self, count: int, write: Callable[[Tensor], object]) -> Fetch:
+        values = torch.empty(count, dtype=torch.int64, device=self._device)
+        write(values)
+        return self.fetch(values)
 
 
 class PinnedTransfers:
@@ -138,9 +148,11 @@ class PinnedTransfers:
         return sent
 
     def fetch(self, values: Tensor) -> Fetch:
-        count = values.shape[0]
+        return self.receive(values.shape[0], lambda target: target.copy_(values, non_blocking=True))
+
+    def receive(self, count: int, write: Callable[[Tensor], object]) -> Fetch:
         buffer = self._fetches.take(count)
-        buffer.tensor[:count].copy_(values, non_blocking=True)
+        write(buffer.tensor[:count])
         buffer.event.record()
         return _PinnedFetch(buffer, count, self._fetches)
 

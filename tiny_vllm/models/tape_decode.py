@@ -141,10 +141,8 @@ class TapeDecode:
         """The compiled kernel for a number of rows up to `max_rows`."""
         return self._functions[next(bucket for bucket in self._buckets if bucket >= num_rows)]
 
-    def draw(self, slots: Tensor, max_context_len: int) -> Tensor:
-        step = self._place(slots)
-        step.draw()
-        return step.tokens[: slots.shape[0]]
+    def draw(self, slots: Tensor, max_context_len: int, tokens: Tensor) -> None:
+        self._place(slots).draw(tokens)
 
     def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
         step = self._place(slots)

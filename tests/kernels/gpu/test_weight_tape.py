@@ -247,13 +247,13 @@ def test_it_draws_what_the_rule_of_the_race_says_and_moves_the_slots_on(world: W
     step = world.tape.step(num_rows)
     step.slots.fill_(NUM_SLOTS)
     step.slots[:num_rows] = torch.tensor(slots)
-    step.tokens.fill_(-1)
+    tokens = torch.full((8,), -7).pin_memory()
     index = torch.tensor(slots, device="cuda")
     keys = noise_keys(world.state.stream[index], world.state.sample_position[index])
-    step.draw(stores_logits=True)
+    step.draw(tokens, stores_logits=True)
     torch.cuda.synchronize()
     expected = draw_tokens_ref(step.logits[:num_rows], world.temperature[index], keys)
-    assert step.tokens[:num_rows].tolist() == expected.tolist()
+    assert tokens.tolist() == [*expected.tolist(), *[-7] * (8 - num_rows)]
     assert world.state.last_token[index].tolist() == expected.tolist()
     assert world.state.computed_len[index].tolist() == [position + 1 for position in positions]
     assert world.state.sample_position[index].tolist() == [6] * num_rows
@@ -264,6 +264,7 @@ def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
     slots, positions, num_steps = [3, 1], [480, 900], 1000 if world.spec.head_dim == 64 else 100
     step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
+    drawn = torch.empty(2, dtype=torch.int64, device="cuda")
     runs = []
     for captured in (False, True, False):
         start(world, slots, positions)
@@ -272,14 +273,14 @@ def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                step.draw(stores_logits=True)
+                step.draw(drawn, stores_logits=True)
             launch = graph.replay
         else:
-            launch = lambda: step.draw(stores_logits=True)  # noqa: E731
+            launch = lambda: step.draw(drawn, stores_logits=True)  # noqa: E731
         tokens = []
         for _ in range(num_steps):
             launch()
-            tokens.append(step.tokens.clone())
+            tokens.append(drawn.clone())
         torch.cuda.synchronize()
         runs.append(
             (torch.stack(tokens), step.logits.clone(), world.cache.k.nan_to_num(), world.cache.v.nan_to_num())
@@ -295,10 +296,11 @@ def test_a_row_whose_logits_are_not_finite_is_reported_and_hurts_no_other(world:
     step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
     world.cache.v[:, world.state.page_table[5, 1]] = float("nan")
-    step.draw(stores_logits=True)
+    tokens = torch.empty(2, dtype=torch.int64, device="cuda")
+    step.draw(tokens, stores_logits=True)
     torch.cuda.synchronize()
-    assert step.tokens.tolist() == [int(step.logits[0].argmax()), -1]
-    assert world.state.last_token[slots].tolist() == [int(step.tokens[0]), 0]
+    assert tokens.tolist() == [int(step.logits[0].argmax()), -1]
+    assert world.state.last_token[slots].tolist() == [int(tokens[0]), 0]
 
 
 STUCK = """

@@ -116,10 +116,9 @@ def compile_step(layout: TapeLayout, tokens: int, device: torch.device) -> CudaF
 class TapeStep:
     """One bucket's kernel, see `compile_step`, with its buffers.
 
-    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. tokens [tokens] int64:
-    what a drawing launch writes, -1 where the logits are not finite. logits [tokens, vocab] FP32: what a
-    launch without drawing writes. parameters: the kernel's argument. state, temperature [slots] FP32: the
-    slot tables. Launches must follow one another on one stream.
+    slots [tokens] int64: what a launch reads; a slot beyond the tables is padding. logits [tokens, vocab]
+    FP32: what a launch without drawing writes. parameters: the kernel's argument. state, temperature [slots]
+    FP32: the slot tables. Launches must follow one another on one stream.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class TapeStep:
         device = model.tape.device
         shape = model.layout.shape
         self.slots = torch.full((tokens,), temperature.shape[0], dtype=torch.int64, device=device)
-        self.tokens = torch.empty(tokens, dtype=torch.int64, device=device)
         self.logits = torch.empty(tokens, shape.vocab_size, dtype=torch.float32, device=device)
         self._exchange = torch.empty(exchange_words(shape, tokens), dtype=torch.int32, device=device)
         self._epochs = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=device)
@@ -166,7 +164,6 @@ class TapeStep:
             slots=address(self.slots),
             exchange=address(self._exchange),
             epochs=address(self._epochs),
-            tokens=address(self.tokens),
             table_width=state.page_table.stride(0),
             num_pages=model.k_cache.shape[1],
             num_slots=temperature.shape[0],
@@ -183,9 +180,15 @@ class TapeStep:
         """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
 
-    def draw(self, *, stores_logits: bool = False) -> None:
-        """Enqueue a step of `slots`: next tokens into `tokens` and the slot tables. stores_logits: into
-        `logits` as well."""
+    def draw(self, tokens: Tensor, *, stores_logits: bool = False) -> None:
+        """Enqueue a step of `slots`: next tokens into the slot tables and `tokens`. stores_logits: the
+        logits into `logits` as well.
+
+        tokens: [N] int64, contiguous, on the device or in page-locked memory; a row that is not padding gets
+        its token, -1 where the logits are not finite, so N is at least the last such row's index + 1.
+        """
+        assert tokens.dtype == torch.int64 and (tokens.is_cuda or tokens.is_pinned())
+        self.parameters.tokens = tokens.data_ptr()
         self._enqueue(draw=1, logits=stores_logits)
 
     def compute_logits(self) -> None:

@@ -116,7 +116,7 @@ struct Params {
   u32* exchange;
   u32* epochs;    // [CTAS]
   float* logits;  // [TOKENS][VOCAB] or null
-  i64* tokens;    // [TOKENS]; -1 where the logits are not finite
+  i64* tokens;    // by row, none for padding; -1 where the logits are not finite; may be the host's memory
   i64 table_width, num_pages, num_slots;
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
@@ -1309,8 +1309,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     if (c.lane == 0) {
       const bool is_valid = !is_bad && best > NEG_INF;
       const i64 next = is_valid ? (i64)best_id : 0, slot = p.slots[c.warp];
-      p.tokens[c.warp] = is_valid ? next : -1;
       if (slot >= 0 && slot < p.num_slots) {
+        p.tokens[c.warp] = is_valid ? next : -1;
         p.last_token[slot] = next;
         p.computed_len[slot] = s.position[c.warp] + 1;
         p.sample_position[slot] += 1;
