@@ -38,6 +38,10 @@ SIZES = {
     "8b": dict(
         hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, num_layers=32,
     ),
+    "qwen3-0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, num_layers=28,
+        tie_word_embeddings=True, qk_norm="head", vocab_size=151936,
+    ),
 }  # fmt: skip
 
 
@@ -45,11 +49,10 @@ def make_spec(model: str) -> ModelSpec:
     sizes = SIZES[model]
     return ModelSpec(
         family="llama",
-        vocab_size=128256,
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
         rope=RopeSpec(theta=500000.0, rotary_dim=sizes["head_dim"]),
-        **sizes,
+        **{"vocab_size": 128256, **sizes},
     )
 
 
@@ -57,14 +60,18 @@ def make_weights(spec: ModelSpec) -> ModelWeights:
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) * columns**-0.5
 
-    def norm() -> Tensor:
-        return (1 + 0.1 * torch.randn(spec.hidden_size, device=DEVICE)).bfloat16()
+    def norm(size: int = spec.hidden_size) -> Tensor:
+        return (1 + 0.1 * torch.randn(size, device=DEVICE)).bfloat16()
+
+    has_head_norms = spec.qk_norm == "head"
 
     layers = [
         LayerWeights(
             input_norm=norm(),
             qkv=matrix(spec.qkv_size, spec.hidden_size),
             output=matrix(spec.hidden_size, spec.q_size),
+            q_norm=norm(spec.head_dim) if has_head_norms else None,
+            k_norm=norm(spec.head_dim) if has_head_norms else None,
             post_attention_norm=norm(),
             gate_up=matrix(2 * spec.intermediate_size, spec.hidden_size),
             down=matrix(spec.hidden_size, spec.intermediate_size),

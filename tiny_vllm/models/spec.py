@@ -140,19 +140,19 @@ class ModelSpec:
     @property
     def fits_fused_cpu_decode(self) -> bool:
         """Whether the fused CPU step computes this model (see kernels/cpu_decode)."""
-        return self._is_llama_like
+        return self._is_llama_like and self.qk_norm is None
 
     @property
     def fits_weight_tape(self) -> bool:
         """Whether the weight-tape kernel computes this family (see models/tape_decode.py)."""
-        return self._is_llama_like
+        return self._is_llama_like and self.qk_norm in (None, "head")
 
     @property
     def _is_llama_like(self) -> bool:
-        """Biases and partial or scaled rotation apart, what the Llama family computes, in every layer."""
+        """Norms of queries and keys, biases, and partial or scaled rotation apart, what the Llama family
+        computes, in every layer."""
         is_plain_attention = (
-            self.qk_norm is None
-            and self.attention_scale is None
+            self.attention_scale is None
             and self.attention_softcap is None
             and not self.attention_sinks
             and not self.sliding_layers

@@ -24,6 +24,8 @@ XS_PADDING = 64
 MAX_OVERHEAD = 0.08
 MAX_PART_FLOATS = 16_384
 MAX_STAGES = 12
+WINDOW = 3
+"""Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal."""
 NUM_CONSUMERS = 512
 
 
@@ -174,10 +176,12 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     if layout.output.units * UNIT_ROWS * tokens > NUM_CONSUMERS:
         return None  # a thread keeps one residual
     fixed = tokens * (columns * 2 + XS_PADDING) + part * 4 + _small_bytes(shape, tokens)
-    stages = (SHARED_BYTES - fixed) // CHUNK_BYTES // 4 * 4
-    if stages < 4:
+    stages = min((SHARED_BYTES - fixed) // CHUNK_BYTES, MAX_STAGES)
+    # Else a warp group could mistake an earlier use of a stage, by another group, for the next one.
+    if stages < 4 + WINDOW:
+        stages = stages // 4 * 4
+    if stages == 0:
         return None
-    stages = min(stages, MAX_STAGES)
     # What is left lets more units' partial sums wait for one addition.
     spare = (SHARED_BYTES - fixed - stages * CHUNK_BYTES) // 32 * 8
     part += min(spare, MAX_PART_FLOATS - part)
@@ -193,7 +197,8 @@ def _down_columns(layout: TapeLayout, least: int, tokens: int) -> int:
         return max(whole, least)
     # A pass must be a whole number of rounds of the four warp groups.
     step = next(k for k in (1, 2, 4) if k * down.units % 4 == 0) * down.chunk_columns
-    return max(budget // (2 * tokens) // step, _ceil_div(least, step)) * step
+    columns = max(budget // (2 * tokens) // step, _ceil_div(least, step)) * step
+    return min(columns, max(whole, least))
 
 
 def _small_bytes(shape: TapeShape, tokens: int) -> int:

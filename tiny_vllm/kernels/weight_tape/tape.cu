@@ -120,6 +120,7 @@ struct Params {
   i64 table_width, num_pages, num_slots;
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
+  int ahead, pace;  // see Producer
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -158,6 +159,17 @@ DEV bool barrier_try(u32 b, u32 parity) {
       "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
       : "=r"(done)
       : "r"(b), "r"(parity)
+      : "memory");
+  return done;
+}
+// Sleeps for at most about `ns`.
+DEV bool barrier_try_for(u32 b, u32 parity, u32 ns) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, "
+      "p;\n}"
+      : "=r"(done)
+      : "r"(b), "r"(parity), "r"(ns)
       : "memory");
   return done;
 }
@@ -296,19 +308,63 @@ constexpr int XS_STRIDE = XS_COLUMNS * 2 + 64;  // bytes per token; the 64 sprea
 
 // ---------------------------------------------------------------- producer
 
+constexpr u32 LAYER_CHUNKS = Qkv::CHUNKS + Out::CHUNKS + Up::CHUNKS + Down::CHUNKS;
+constexpr i64 LAYER_BYTES =
+    (i64)CTAS * (Qkv::CHUNKS * Qkv::BYTES + Out::CHUNKS * Out::BYTES + Up::CHUNKS * Up::BYTES +
+                 Down::CHUNKS * Down::BYTES);
+
+// While the ring is full, up to `ahead` chunks beyond it are brought into L2, one every `pace` nanoseconds.
 struct Producer {
   const Params& p;
   const u8* source;
   u32 index, ring, full, empty;
   u64 policy;
   int cta;
+  u32 fetched;  // chunks before this one are in L2 or in the ring
+  u64 last;
+
+  template <class M>
+  static DEV bool find(u32& chunk, i64& at, u32& bytes) {
+    bytes = M::BYTES;
+    const u32 whole = chunk < M::CHUNKS ? chunk : M::CHUNKS;
+    at += (i64)whole * CTAS * M::BYTES;
+    chunk -= whole;
+    return whole < M::CHUNKS;
+  }
+
+  DEV void fetch_next() {
+    const u64 t = now_ns();
+    if (t - last < p.pace) return;
+    last = t;
+    const u32 layer = min(fetched / LAYER_CHUNKS, LAYERS);
+    u32 chunk = fetched - layer * LAYER_CHUNKS, bytes;
+    i64 at = layer * LAYER_BYTES;
+    bool exists;
+    if (layer < LAYERS)
+      exists = find<Qkv>(chunk, at, bytes) || find<Out>(chunk, at, bytes) || find<Up>(chunk, at, bytes) ||
+               find<Down>(chunk, at, bytes);
+    else
+      exists = find<Head>(chunk, at, bytes);
+    if (exists)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.tape + at + (i64)cta * bytes),
+                   "r"(bytes)
+                   : "memory");
+    fetched++;
+  }
 
   template <class M>
   DEV void stream() {
 #pragma unroll 1
     for (int c = 0; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
-      if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
+      if (index >= STAGES) {
+        Watch watch;
+        while (!barrier_try_for(empty + 8 * stage, ((index / STAGES) & 1) ^ 1, p.pace)) {
+          watch.failed();
+          fetched = max(fetched, index);
+          if (fetched < index + p.ahead) fetch_next();
+        }
+      }
       // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
       const u32 window = p.window;
       if (index >= window) {
@@ -943,7 +999,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     } else if (tid == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
+      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta, 0u, 0ull};
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
         producer.stream<Qkv>();
