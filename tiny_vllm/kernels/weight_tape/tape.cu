@@ -75,26 +75,24 @@ constexpr int OWN_ROWS = OUT_UNITS * 8;  // of the hidden vector
 constexpr int OWN_FF = UP_UNITS * 4;
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
-// Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the
-// blocks' segments. Segments lie 64 bytes apart or more: a line that many read while many write is slow to
-// arrive.
+// Exchange: two buffers of vectors (offsets in values), then words with epochs. The vectors of all tokens
+// consist of what the blocks have of them: a segment per token, one after the other. What blocks have begins
+// 64 bytes apart or more: a line that many read while many write is slow to arrive.
 template <int SEGMENT_, int SIZE_>
 struct Vector {
   static constexpr int SEGMENT = SEGMENT_, SIZE = SIZE_;
-  static constexpr int PITCH = (SEGMENT + 31) / 32 * 32;
-  static constexpr int STRIDE =
-      PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
-  static DEV int place(int i) { return PITCH == SEGMENT ? i : i / SEGMENT * PITCH + i % SEGMENT; }
+  static constexpr int PITCH = (TOKENS * SEGMENT + 31) / 32 * 32;
+  static constexpr int VALUES = (SIZE + SEGMENT - 1) / SEGMENT * PITCH;
+  static DEV int place(int token, int i) { return i / SEGMENT * PITCH + token * SEGMENT + i % SEGMENT; }
 };
 constexpr int ATT_SEGMENT = (Q_SIZE / 8 + CTAS - 1) / CTAS * 8;
 using QkvVector = Vector<QKV_UNITS * 8, QKV_SIZE>;
 using AttVector = Vector<ATT_SEGMENT, Q_SIZE>;
 using HiddenVector = Vector<OWN_ROWS, HIDDEN>;
 using FfVector = Vector<(OWN_FF + 7) / 8 * 8 == OWN_FF ? OWN_FF : INTERMEDIATE, INTERMEDIATE>;
-constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
-              X_H1 = X_ATT + TOKENS * AttVector::STRIDE, X_H2 = X_H1 + TOKENS * HiddenVector::STRIDE,
-              X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
-              VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
+constexpr int X_QKV = 0, X_ATT = X_QKV + QkvVector::VALUES, X_H1 = X_ATT + AttVector::VALUES,
+              X_H2 = X_H1 + HiddenVector::VALUES, X_FF = X_H2 + HiddenVector::VALUES,
+              VECTOR_VALUES = X_FF + FfVector::VALUES;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
               X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
 static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
@@ -393,7 +391,7 @@ struct Cleaner {
     for (int i = lane; i < TOKENS * (COUNT / 4); i += 32) {
       const int token = i / (COUNT / 4), value = first + i % (COUNT / 4) * 4;
       if (value < V::SIZE)
-        store_pair((u32*)(start + token * V::STRIDE + V::place(value)), 0xffffffffu, 0xffffffffu);
+        store_pair((u32*)(start + V::place(token, value)), 0xffffffffu, 0xffffffffu);
     }
   }
 
@@ -555,7 +553,7 @@ struct Consumer {
   // start: one of X_QKV ...
   template <class V>
   DEV void publish(int start, int token, int i, float value) {
-    store_half(vectors() + start + token * V::STRIDE + V::place(i), (u16)pack_bf16(value, 0.f));
+    store_half(vectors() + start + V::place(token, i), (u16)pack_bf16(value, 0.f));
   }
 
   DEV float inverse_rms(int token) {
@@ -610,7 +608,7 @@ struct Consumer {
       int token, k8;
       a[j] = make_uint4(0, 0, 0, 0);
       if (share_of<K>(j, columns, token, k8))
-        a[j] = load_words4((const u32*)(start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8)));
+        a[j] = load_words4((const u32*)(start + FfVector::place(token, first + k8 * 8)));
     }
   }
   template <int K>
@@ -619,7 +617,7 @@ struct Consumer {
     for (int j = 0; j < Share<K>::TURNS; j++) {
       int token, k8;
       if (share_of<K>(j, columns, token, k8)) {
-        settle(a[j], start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8));
+        settle(a[j], start + FfVector::place(token, first + k8 * 8));
         put8<false>(token, k8, a[j], a[j]);
       }
     }
@@ -645,7 +643,7 @@ struct Consumer {
           if (EMBEDDING)
             a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
           else
-            a[j] = load_words4((const u32*)(start + token * V::STRIDE + V::place(from + k8 * 8)));
+            a[j] = load_words4((const u32*)(start + V::place(token, from + k8 * 8)));
         }
       }
       if (first == 0) between();
@@ -654,7 +652,7 @@ struct Consumer {
         int token, k8;
         float squares = 0.f;
         if (share_of<K>(first + j, columns, token, k8)) {
-          if (!EMBEDDING) settle(a[j], start + token * V::STRIDE + V::place(from + k8 * 8));
+          if (!EMBEDDING) settle(a[j], start + V::place(token, from + k8 * 8));
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
         }
         if (NORMED && token < TOKENS) {
@@ -838,11 +836,14 @@ struct Consumer {
     if (EARLY_V)
       load_v(a, page_rows(p.v_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position,
              column);
-    auto page_of = [&](int tile) {
+    // The lanes hold the pages of the next 32 tiles: a load for every tile would be waited for.
+    auto pages_from = [&](int tile) {
+      tile += lane * step;
       return tile < count ? (int)__ldg(table + tile * POSITIONS / PAGE_SIZE) : 0;
     };
-    int next_page = page_of(first + step);
+    int pages = pages_from(first + step), turn = 1;
     arrive();
+    int next_page = __shfl_sync(~0u, pages, 0);
 #pragma unroll 1
     for (int tile = first; tile < count; tile += step) {
       const int start = tile * POSITIONS, next = start + step * POSITIONS;
@@ -852,7 +853,11 @@ struct Consumer {
       multiply_qk(a, d);
       page = next_page;
       if (next <= position) load_k(a, page_rows(p.k_cache, layer, page, kv_head, next), next, position);
-      next_page = page_of(tile + 2 * step);
+      if (turn == 32) {
+        pages = pages_from(next + step);
+        turn = 0;
+      }
+      next_page = __shfl_sync(~0u, pages, turn++);
       u32 weights[2];
       score(a, d, start, position, weights);
       add_values(a, weights);
@@ -883,8 +888,8 @@ struct Consumer {
   // v.
   DEV void take_qkv(int layer, int kv_head, int token, bool stores) {
     constexpr int LANES = HEAD_DIM / 8, ROTATING = (GROUP + 1) * LANES, V_START = (ROTATING + 31) / 32 * 32;
-    const u16* vector = vectors() + X_QKV + token * QkvVector::STRIDE;
-    auto at = [&](int i) { return vector + QkvVector::place(i); };
+    const u16* vector = vectors() + X_QKV;
+    auto at = [&](int i) { return vector + QkvVector::place(token, i); };
     u16* k_to = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
     u16* v_to = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
     if (t < V_START) {
@@ -1232,28 +1237,32 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK;
     static_assert(INTERMEDIATE > (PASSES - 1) * PASS_COLUMNS && INTERMEDIATE % 8 == 0, "passes");
     static_assert(PASSES == 1 || PASS_KB * DOWN_UNITS % 4 == 0, "a pass must keep chunks with their groups");
-    // The loads of a pass are in flight during the products of the one before, if they fit into registers.
+    // The loads of two passes are in flight during the products of the one before, if they fit into registers.
     constexpr int PASS_TURNS = Consumer::Share<PASS_COLUMNS>::TURNS;
     constexpr bool AHEAD = PASSES > 1 && PASS_TURNS <= 4;
+    constexpr int DEPTH = AHEAD && PASSES > 2 && PASSES <= 8 ? 2 : 1, UNROLLED = DEPTH > 1 ? PASSES : 1;
     const u16* const ff = c.vectors() + X_FF;
-    uint4 coming[PASS_TURNS];
+    uint4 coming[DEPTH][PASS_TURNS];
     auto release_down = [&]() { c.release_first<Down>(0, Down::CHUNKS); };
     if constexpr (AHEAD) {
-      c.ask<PASS_COLUMNS>(coming, ff, 0, INTERMEDIATE);
+#pragma unroll
+      for (int pass = 0; pass < DEPTH; pass++)
+        c.ask<PASS_COLUMNS>(coming[pass], ff, pass * PASS_COLUMNS, INTERMEDIATE - pass * PASS_COLUMNS);
       release_down();
     }
-#pragma unroll 1
+#pragma unroll(UNROLLED)
     for (int pass = 0; pass < PASSES; pass++) {
       const int from = pass * PASS_COLUMNS, columns = INTERMEDIATE - from;
       if (pass > 0) consumers_sync();
       if constexpr (AHEAD)
-        c.receive<PASS_COLUMNS>(coming, ff, from, columns);
+        c.receive<PASS_COLUMNS>(coming[pass % DEPTH], ff, from, columns);
       else
         c.take<FfVector, PASS_COLUMNS, false, false>(ff, from, nullptr, columns, [&]() {
           if (pass == 0) release_down();
         });
-      if (AHEAD && pass + 1 < PASSES)
-        c.ask<PASS_COLUMNS>(coming, ff, from + PASS_COLUMNS, columns - PASS_COLUMNS);
+      if (AHEAD && pass + DEPTH < PASSES)
+        c.ask<PASS_COLUMNS>(coming[pass % DEPTH], ff, from + DEPTH * PASS_COLUMNS,
+                            columns - DEPTH * PASS_COLUMNS);
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
       for (int i = pass * PASS_KB * DOWN_UNITS + c.group; i < end; i += 4) {
