@@ -99,7 +99,7 @@ class EngineChild:
     def listen(self, socket: zmq.Socket[bytes]) -> None:
         """Take what comes there from now on."""
         self._socket = socket
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._hear_soon)
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._hear_now)
         self._hear_soon()
 
     async def end(self, patience: float) -> None:
@@ -123,6 +123,10 @@ class EngineChild:
         while heard != self.last_heard:
             heard = self.last_heard
             await asyncio.sleep(LAST_WORDS_SECONDS / 5)
+
+    def _hear_now(self) -> None:
+        if not self._is_turn_due:  # once in each turn of the loop
+            self._hear()
 
     def _hear_soon(self) -> None:
         if not self._is_turn_due:

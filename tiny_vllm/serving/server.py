@@ -139,6 +139,7 @@ class Server(uvicorn.Server):
             log_level=logging.getLogger("tiny_vllm").getEffectiveLevel() + 10,
             access_log=False,  # ours knows more
             server_header=False,
+            proxy_headers=False,  # nothing here depends on the client's address
             http=limited_protocol(service.config.receive_timeout),
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
