@@ -159,10 +159,29 @@ def test_where_recording_fails_steps_go_on_without(path: str) -> None:
         expected = generate(llm)
     with open_llm(path) as llm:
         graphs = take_graphs(llm, refuse)
-        with pytest.warns(RuntimeWarning, match="cannot be recorded as CUDA graphs here.*not permitted"):
+        with pytest.warns(RuntimeWarning, match="cannot be recorded as a CUDA graph.*not permitted"):
             assert generate(llm) == expected
         assert graphs.choose_shape(plan_of((chunk_of(3),))) is None
     assert len(calls) == 1
+
+
+def test_shapes_recorded_before_a_failure_are_still_replayed(path: str) -> None:
+    recorder = CountingRecorder()
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        if recorder.num_recorded:
+            raise RuntimeError("out of memory")
+        return recorder(run)
+
+    with open_llm(path) as llm:
+        graphs = take_graphs(llm, record)
+        small, large = plan_of((chunk_of(3),)), plan_of((chunk_of(100),))
+        forward(llm, small, graphs)
+        with pytest.warns(RuntimeWarning, match="out of memory"):
+            forward(llm, large, graphs)
+        forward(llm, small, graphs)
+        assert recorder.num_replays == 2
+        assert graphs.choose_shape(large) is None
 
 
 def test_prompt_logprobs_and_embeddings_come_from_padded_steps(path: str) -> None:

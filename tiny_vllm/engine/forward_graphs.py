@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,6 @@ class _PaddedStep:
         self._table = table
         self._hidden = hidden
         self.packed = hidden.new_zeros(sum(shape.parts), dtype=torch.int64)
-        self.replay: Callable[[], None] | None = None
 
     def fill_with_padding(self) -> None:
         slots, *_, chunk_slots, _, context_lens = self.packed.split(self._shape.parts)
@@ -87,12 +87,20 @@ class _PaddedStep:
         self._hidden.copy_(self._decoder.forward(batch, self._kv_cache))
 
 
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """run: computes what lies in `packed`."""
+
+    packed: Tensor
+    run: Callable[[], None]
+
+
 class ForwardGraphs:
     """A graph per shape of small steps with prompts.
 
     A shape is recorded when it occurs for the second time: recording takes as long as several steps, which a
-    shape that never comes again would not earn. record: see `Record`. Where it fails, all steps run without
-    graphs from then on.
+    shape that never comes again would not earn. record: see `Record`. Once it fails, no more shapes are
+    recorded.
     """
 
     def __init__(self, decoder: Decoder, kv_cache: KVCache, table: SlotTable, record: Record) -> None:
@@ -101,17 +109,17 @@ class ForwardGraphs:
         self._table = table
         self._record: Record | None = record
         self._seen: set[BatchShape] = set()
-        self._steps: dict[BatchShape, _PaddedStep] = {}
+        self._replays: dict[BatchShape, _Replay] = {}
         self._hidden: Tensor | None = None
 
     def choose_shape(self, plan: StepPlan) -> BatchShape | None:
         """What to pad the step to for `forward`; None where it is to run as it is."""
-        if self._record is None or not plan.chunks:
+        if not plan.chunks:
             return None
         shape = self._pad(BatchShape.of(plan, self._table))
-        if shape is None or shape in self._steps:
+        if shape is None or shape in self._replays:
             return shape
-        if shape not in self._seen or len(self._steps) >= MAX_GRAPHS:
+        if self._record is None or shape not in self._seen or len(self._replays) >= MAX_GRAPHS:
             self._seen.add(shape)
             return None
         return shape
@@ -122,11 +130,11 @@ class ForwardGraphs:
 
         packed: of `pack_batch` for this shape, on the device.
         """
-        step = self._steps.get(shape)
-        if step is None:
-            step = self._steps[shape] = self._make(shape)
-        step.packed.copy_(packed)
-        (step.replay or step.run)()
+        replay = self._replays.get(shape)
+        if replay is None:
+            replay = self._make(shape)
+        replay.packed.copy_(packed)
+        replay.run()
         assert self._hidden is not None
         return self._hidden[: shape.num_rows]
 
@@ -146,7 +154,7 @@ class ForwardGraphs:
                 width *= 4
         return BatchShape(num_decodes, num_rows - num_decodes, num_chunks, min(width, widest), widest)
 
-    def _make(self, shape: BatchShape) -> _PaddedStep:
+    def _make(self, shape: BatchShape) -> _Replay:
         if self._hidden is None:
             embedding = self._decoder.embedding
             self._hidden = embedding.new_empty(MAX_ROWS, embedding.shape[1])
@@ -154,18 +162,18 @@ class ForwardGraphs:
         step = _PaddedStep(shape, self._decoder, self._kv_cache, self._table, hidden)
         # Padding alone: nobody's pages may be written before their step.
         step.fill_with_padding()
-        if self._record is not None:
-            try:
-                step.replay = self._record(step.run)
-            except RuntimeError as error:
-                self._record = None
-                warnings.warn(
-                    "steps with prompts cannot be recorded as CUDA graphs here, and are launched kernel by "
-                    f"kernel ({str(error)[:300]})",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return step
+        assert self._record is not None
+        try:
+            replay = self._replays[shape] = _Replay(step.packed, self._record(step.run))
+        except RuntimeError as error:
+            self._record = None
+            warnings.warn(
+                f"a step with prompts cannot be recorded as a CUDA graph; no more are ({str(error)[:300]})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return _Replay(step.packed, step.run)
+        return replay
 
 
 def _round_up(value: int, buckets: tuple[int, ...]) -> int | None:
