@@ -18,8 +18,9 @@ from tiny_vllm.kernels.hopper_decode.launch import (
     Params,
     Shape,
     Variant,
+    Workspace,
     make_params,
-    make_workspace,
+    part_floats,
     shape_of,
     shared_bytes,
 )
@@ -78,8 +79,9 @@ def attend_emulated(
     shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
     library = emulated_library(shape, variant, mistake)
     output = torch.full_like(q, torch.nan)
-    workspace = make_workspace(blocks, q.shape[2], q.device, is_ready=True)
-    workspace.parts.fill_(torch.nan)
+    workspace = Workspace(
+        torch.full((blocks, part_floats(q.shape[2])), torch.nan), torch.zeros(blocks, dtype=torch.int32)
+    )
     params = make_params(
         output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant,
         encode=emulated_map,

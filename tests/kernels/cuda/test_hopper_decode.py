@@ -232,6 +232,8 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
         (dict(sequences=15), "15 sequences"),
         (dict(sequences=1025), "1025 sequences"),
         (dict(table=torch.int16), "tables are not of integers"),
+        (dict(rows=torch.int32), "are of two types"),
+        (dict(scale=-1.0), "the scale -1"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_named(changes: dict[str, Any], reason: str) -> None:
@@ -242,10 +244,14 @@ def test_what_the_kernel_cannot_take_is_named(changes: dict[str, Any], reason: s
         num_heads: int = 16,
         sequences: int = 64,
         table: torch.dtype = torch.int32,
+        rows: torch.dtype = torch.int64,
+        scale: float = 0.1,
     ) -> str | None:
         cache = torch.zeros(5, 2, page_size, head_dim, dtype=dtype)
-        tables = torch.zeros(sequences, 4, dtype=table), torch.ones(sequences, dtype=torch.int64)
-        return obstacle(sequences, num_heads, cache, cache, *tables)
+        lens = torch.ones(sequences, dtype=torch.int64)
+        return obstacle(
+            num_heads, cache, cache, torch.zeros(sequences, 4, dtype=table), lens, lens.to(rows), scale
+        )
 
     assert find() is None
     found = find(**changes)

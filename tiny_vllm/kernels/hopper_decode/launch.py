@@ -19,14 +19,18 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_funct
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.hopper_prefill.launch import (
     INTEGERS,
     LOG2_E,
     SPAN,
     WATCHDOG_SECONDS,
     count_multiprocessors,
+    is_hopper,
 )
 
+# Whether the engine uses it. Not before it has been measured.
+TAKES_HOPPER_DECODE = False
 # Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
 MIN_SEQUENCES = 16
 # Their lengths lie in shared memory.
@@ -94,10 +98,18 @@ class Params(ctypes.Structure):
 
 
 def obstacle(
-    num_sequences: int, num_heads: int, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lens: Tensor
+    num_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor,
+    scale: float,
 ) -> str | None:
-    """Why the kernel cannot take a batch of these, whatever the device; None if it can."""
+    """Why the kernel cannot take a batch of these, whatever the device; None if it can. table_rows: like
+    context_lens, if there are none."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
+    num_sequences = len(context_lens)
     if not k_cache.dtype == v_cache.dtype == torch.bfloat16:
         return f"the cache's type {k_cache.dtype} is not bfloat16"
     if head_dim not in VARIANTS:
@@ -108,8 +120,12 @@ def obstacle(
         return f"{group} query heads per KV head are more than {MAX_GROUP}"
     if not MIN_SEQUENCES <= num_sequences <= MAX_SEQUENCES:
         return f"{num_sequences} sequences are not {MIN_SEQUENCES} to {MAX_SEQUENCES}"
-    if page_table.dtype not in INTEGERS or lens.dtype not in INTEGERS:
+    if page_table.dtype not in INTEGERS or context_lens.dtype not in INTEGERS:
         return "tables are not of integers"
+    if table_rows.dtype != context_lens.dtype:
+        return "lengths and rows of the table are of two types"
+    if not scale > 0:
+        return f"the scale {scale} is not positive"
     if k_cache.numel() // head_dim >= 2**31:
         return "the cache has 2^31 rows or more"
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1):
@@ -169,8 +185,10 @@ def num_blocks(variant: Variant, device: torch.device) -> int:
     return count_multiprocessors(device) * variant.blocks
 
 
-def make_workspace(blocks: int, head_dim: int, device: torch.device, *, is_ready: bool) -> Workspace:
+def make_workspace(k_cache: Tensor, variant: Variant | None = None, *, is_ready: bool) -> Workspace:
     """is_ready: flags are 0; otherwise that is left to a kernel before."""
+    head_dim, device = k_cache.shape[3], k_cache.device
+    blocks = num_blocks(variant or VARIANTS[head_dim], device)
     parts = torch.empty(blocks, part_floats(head_dim), dtype=torch.float32, device=device)
     make = torch.zeros if is_ready else torch.empty
     return Workspace(parts, make(blocks, dtype=torch.int32, device=device))
@@ -203,8 +221,21 @@ def shape_of(num_heads: int, k_cache: Tensor, page_table: Tensor, context_lens: 
     return Shape(head_dim, group, num_kv_heads, page_size, page_table.dtype, context_lens.dtype)
 
 
-def can_compile(num_heads: int, k_cache: Tensor, page_table: Tensor, context_lens: Tensor) -> bool:
-    """Whether `attend` has a kernel; warns once where not."""
+def takes(
+    num_heads: int,
+    k_cache: Cache,
+    v_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor,
+    scale: float,
+) -> bool:
+    """Whether the engine should have `attend` take a batch of these, with whole contexts and plain scores."""
+    if not (TAKES_HOPPER_DECODE and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        return False
+    tensors = k_cache, v_cache, page_table, context_lens
+    if not is_hopper(k_cache.device) or obstacle(num_heads, *tensors, table_rows, scale) is not None:
+        return False
     shape = shape_of(num_heads, k_cache, page_table, context_lens)
     return _compiled(shape, VARIANTS[shape.head_dim], k_cache.device) is not None
 
@@ -277,9 +308,9 @@ def attend(
     """q [B, Hq, D] -> [B, Hq, D], written to `output` if there is one; None where the kernel cannot be
     compiled.
 
-    q and output contiguous, on a Hopper GPU, with no `obstacle`; scale > 0; table_rows of context_lens' type.
-    workspace: of `make_workspace`, its flags 0 when the preceding kernel is complete; by default one that is
-    filled with zeros, which with pdl delays the kernel. variant: for measurements."""
+    q and output contiguous, on a Hopper GPU, with no `obstacle`. workspace: of `make_workspace`, its flags 0
+    when the preceding kernel is complete; by default one that is filled with zeros here, which pdl cannot
+    overlap. variant: for measurements."""
     _, _, _, head_dim = k_cache.shape
     shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
     variant = variant or VARIANTS[head_dim]
@@ -287,12 +318,11 @@ def attend(
     if function is None:
         return None
     output = torch.empty_like(q) if output is None else output
-    assert q.is_contiguous() and output.is_contiguous() and scale > 0
+    assert q.is_contiguous() and output.is_contiguous() and q.dtype == k_cache.dtype
     assert q.data_ptr() % 16 == 0 and output.data_ptr() % 4 == 0
-    assert table_rows is None or table_rows.dtype == context_lens.dtype
     blocks = num_blocks(variant, q.device)
     if workspace is None:
-        workspace = make_workspace(blocks, head_dim, q.device, is_ready=True)
+        workspace, pdl = make_workspace(k_cache, variant, is_ready=True), False
     assert len(workspace.flags) == blocks
     params = make_params(
         output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant
