@@ -155,7 +155,9 @@ class PagedDecoder:
             prefill_query_starts=torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)]),
             prefill_context_lens=torch.tensor([s.computed_len for s, _ in chunks], dtype=torch.int64),
         )
-        batch = replace(batch, **{f.name: getattr(batch, f.name).to(self.device) for f in fields(batch)})
+        values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        batch = replace(batch, **{name: tensor.to(self.device) for name, tensor in tensors.items()})
         hidden = self.decoder.forward(batch, self.kv_cache)
         return list(self.decoder.logits(hidden).split([length for _, length in work]))
 

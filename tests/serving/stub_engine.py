@@ -88,12 +88,10 @@ class StubEngine:
             if is_first:
                 event.prompt = self.prompt_info(sequence.request)
             events.append(event)
-        self.sequences = [s for s in self.sequences if not self.has_ended(s, events)]
+        ended = {(event.request_id, event.index) for event in events if event.finish_reason is not None}
+        if ended:
+            self.sequences = [s for s in self.sequences if (s.request.request_id, s.index) not in ended]
         return events
-
-    def has_ended(self, sequence: StubSequence, events: list[TokenEvent]) -> bool:
-        key = (sequence.request.request_id, sequence.index)
-        return any((e.request_id, e.index) == key and e.finish_reason is not None for e in events)
 
     def advance(self, sequence: StubSequence) -> TokenEvent:
         prompt, sampling = sequence.request.prompt_token_ids, sequence.request.sampling

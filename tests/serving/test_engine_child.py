@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import zmq
-import zmq.asyncio
 
 from tests.serving.support import STUB_COMMAND, wait_until
 from tiny_vllm.serving.engine_child import MAX_TAKEN_TOGETHER, EngineChild
@@ -23,25 +22,27 @@ def test_messages_that_have_queued_up_are_taken_in_order_and_leave_others_a_turn
 async def _send_many(count: int) -> None:
     turn = 0
     heard: list[tuple[int, Any]] = []
-    context = zmq.asyncio.Context()
-    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    try:
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
         pull.bind("inproc://ear")
         push.connect("inproc://ear")
         for number in range(count):
-            await push.send(encode(Loading(number, count)))
-        child = EngineChild((), cast(Any, None), lambda message: heard.append((turn, message)))
-        receiver = asyncio.create_task(child._receive(pull))
+            push.send(encode(Loading(number, count)))
+        child = EngineChild(
+            (), cast(Any, None), lambda messages: heard.extend((turn, message) for message in messages)
+        )
+        child.listen(pull)
         async with asyncio.timeout(20):
             while len(heard) < count:
                 turn += 1
                 await asyncio.sleep(0)
-        receiver.cancel()
-        await asyncio.gather(receiver, return_exceptions=True)
-    finally:
-        context.destroy(linger=0)
-    assert [message for _, message in heard] == [Loading(number, count) for number in range(count)]
-    assert len({turn for turn, _ in heard}) == 3
+            # One that comes later is heard as well, and after what cannot be read.
+            push.send(b"nonsense")
+            push.send(encode(Loading(count, count)))
+            while len(heard) == count:
+                await asyncio.sleep(0.01)
+        asyncio.get_running_loop().remove_reader(pull.fileno())
+    assert [message for _, message in heard] == [Loading(number, count) for number in range(count + 1)]
+    assert len({turn for turn, _ in heard[:count]}) == 3
 
 
 # Starts an engine and ends before that has read its arguments.

@@ -2,56 +2,103 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tiny_vllm.engine.plan import StepPlan
 from tiny_vllm.engine.slot_table import SlotTable
-from tiny_vllm.engine.transfers import Upload
 from tiny_vllm.models.batch import ForwardBatch
 
 
-class StagedBatch:
-    """What a batch needs from the host, added to an upload; `build` reads the rest on the device.
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The sizes of a batch's tensors: those of a plan, or larger ones, whose rest is padding.
 
-    One row per token: first the decodes in the plan's order, then the chunks, each in order of position.
+    num_tokens: of all chunks. decode_width, prefill_width: of the page tables.
     """
 
-    def __init__(self, plan: StepPlan, table: SlotTable, upload: Upload) -> None:
-        self._table = table
-        chunks = plan.chunks
-        chunk_slots = [chunk.slot for chunk in chunks]
-        lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
-        num_tokens = int(lens.sum())
-        token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, num_tokens)
-        starts = np.concatenate(([0], lens.cumsum()))
-        first_positions = np.array([chunk.start for chunk in chunks], dtype=np.int64) - starts[:-1]
-        self._decode_width = max((table.num_pages[slot] for slot in plan.decode_slots), default=0)
-        self._prefill_width = max((table.num_pages[slot] for slot in chunk_slots), default=0)
-        self._decode_slots = upload.integers(plan.decode_slots)
-        self._chunk_slots = upload.integers(chunk_slots)
-        self._token_ids = upload.integers(token_ids)
-        self._token_slots = upload.integers(np.repeat(np.array(chunk_slots, dtype=np.int64), lens))
-        self._positions = upload.integers(np.arange(num_tokens) + np.repeat(first_positions, lens))
-        self._query_starts = upload.integers(starts)
-        self._context_lens = upload.integers([chunk.start + len(chunk.token_ids) for chunk in chunks])
+    num_decodes: int
+    num_tokens: int
+    num_chunks: int
+    decode_width: int
+    prefill_width: int
 
-    def build(self, page_size: int) -> ForwardBatch:
-        """After the upload."""
-        table, decode_slots, chunk_slots = self._table, self._decode_slots.tensor, self._chunk_slots.tensor
-        decode_positions = table.computed_len[decode_slots]
-        slots = torch.cat((decode_slots, self._token_slots.tensor))
-        positions = torch.cat((decode_positions, self._positions.tensor))
-        cells = table.page_table[slots, positions // page_size] * page_size + positions % page_size
-        return ForwardBatch(
-            token_ids=torch.cat((table.last_token[decode_slots], self._token_ids.tensor)),
-            positions=positions,
-            cells=cells,
-            decode_page_table=table.page_table[decode_slots, : self._decode_width],
-            decode_context_lens=decode_positions + 1,
-            prefill_page_table=table.page_table[chunk_slots, : self._prefill_width],
-            prefill_query_starts=self._query_starts.tensor,
-            prefill_context_lens=self._context_lens.tensor,
+    @staticmethod
+    def of(plan: StepPlan, table: SlotTable) -> BatchShape:
+        """Without padding."""
+        return BatchShape(
+            num_decodes=len(plan.decode_slots),
+            num_tokens=sum(len(chunk.token_ids) for chunk in plan.chunks),
+            num_chunks=len(plan.chunks),
+            decode_width=max((table.num_pages[slot] for slot in plan.decode_slots), default=0),
+            prefill_width=max((table.num_pages[chunk.slot] for chunk in plan.chunks), default=0),
         )
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_tokens
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes of what `pack_batch` puts together: slots of all rows; token ids and positions of the chunks;
+        slots, starts and context lengths of the chunks."""
+        return self.num_rows, *(self.num_tokens,) * 2, self.num_chunks, self.num_chunks + 1, self.num_chunks
+
+
+def pack_batch(plan: StepPlan, shape: BatchShape, padding_slot: int) -> np.ndarray:
+    """What a batch needs from the host: int64 [sum(shape.parts)].
+
+    One row per token: first the decodes in the plan's order, then the chunks, each in order of position.
+    Padding behind either, and chunks without tokens, belong to `padding_slot`, as its position 0.
+    """
+    chunks = plan.chunks
+    lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+    ends = lens.cumsum()
+    num_tokens, num_decodes = int(lens.sum()), len(plan.decode_slots)
+    chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
+    firsts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    packed = np.zeros(sum(shape.parts), dtype=np.int64)
+    slots, token_ids, positions, row_slots, starts, context_lens = np.split(
+        packed, np.cumsum(shape.parts[:-1])
+    )
+    slots.fill(padding_slot)
+    slots[:num_decodes] = plan.decode_slots
+    first_row = shape.num_decodes
+    slots[first_row : first_row + num_tokens] = np.repeat(chunk_slots, lens)
+    token_ids[:num_tokens] = np.fromiter(
+        chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, num_tokens
+    )
+    positions[:num_tokens] = np.arange(num_tokens) + np.repeat(firsts - (ends - lens), lens)
+    row_slots.fill(padding_slot)
+    row_slots[: len(chunks)] = chunk_slots
+    starts[1 : len(chunks) + 1] = ends
+    starts[len(chunks) + 1 :] = num_tokens
+    context_lens.fill(1)
+    context_lens[: len(chunks)] = firsts + lens
+    return packed
+
+
+def build_batch(
+    packed: Tensor, shape: BatchShape, table: SlotTable, page_size: int, *, is_padded: bool = False
+) -> ForwardBatch:
+    """packed: `pack_batch` on the device. Nothing here depends on its values on the host."""
+    slots, token_ids, positions, chunk_slots, starts, context_lens = packed.split(shape.parts)
+    decode_slots = slots[: shape.num_decodes]
+    decode_positions = table.all_computed_len[decode_slots]
+    positions = torch.cat((decode_positions, positions))
+    pages = table.all_page_table[slots, positions // page_size]
+    return ForwardBatch(
+        token_ids=torch.cat((table.all_last_token[decode_slots], token_ids)),
+        positions=positions,
+        cells=pages * page_size + positions % page_size,
+        decode_page_table=table.all_page_table[decode_slots, : shape.decode_width],
+        decode_context_lens=decode_positions + 1,
+        prefill_page_table=table.all_page_table[chunk_slots, : shape.prefill_width],
+        prefill_query_starts=starts,
+        prefill_context_lens=context_lens,
+        is_padded=is_padded,
+    )

@@ -27,6 +27,7 @@ from tiny_vllm.config import (
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.decode_stepper import DecodeStepper
 from tiny_vllm.engine.engine import Engine
+from tiny_vllm.engine.forward_graphs import MAX_ROWS, ForwardGraphs, GraphRecorder
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
@@ -213,6 +214,9 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         spec, weights, max_model_len=config.max_model_len, fused_cpu_decode=bool(config.fused_cpu_decode)
     )
     steppers: list[DecodeStepper] = []
+    graphs = None
+    if has_chain and not config.enforce_eager:
+        graphs = ForwardGraphs(decoder, kv_cache, table, GraphRecorder(device))
     if kept is not None:
         state = SlotState(
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
@@ -232,6 +236,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
         transfers_to(device),
         page_size=config.page_size,
         steppers=steppers,
+        graphs=graphs,
     )
     return Engine(
         config, runner, eos_token_ids=checkpoint.eos_token_ids, window=checkpoint.spec.longest_window
@@ -298,6 +303,9 @@ def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, wei
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     tokens = config.max_num_batched_tokens or 8192
+    if not config.enforce_eager:
+        # The graphs of small steps have memory of their own, which they share.
+        tokens += MAX_ROWS
     rows = max(config.max_num_seqs or 256, PROMPT_LOGPROBS_ROWS)
     # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three
     # copies.

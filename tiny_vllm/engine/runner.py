@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiny_vllm.engine.batch import StagedBatch
+from tiny_vllm.engine.batch import BatchShape, build_batch, pack_batch
 from tiny_vllm.engine.decode_stepper import DecodeStepper
+from tiny_vllm.engine.forward_graphs import ForwardGraphs
 from tiny_vllm.engine.plan import StepPlan, StepResult
 from tiny_vllm.engine.sampler import DrawnTokens, Sampler, SamplingBatch, SlotSampling, prompt_logprobs
 from tiny_vllm.engine.slot_table import SlotTable
@@ -78,7 +79,8 @@ class Runner:
     """Executes plans on one device.
 
     page_size: tokens. steppers: how the device runs steps of decodes alone; the first that takes as many rows
-    is used, and without one they run like all others.
+    is used, and without one they run like all others. graphs: how it runs small steps with chunks; None:
+    as it does large ones.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Runner:
         *,
         page_size: int,
         steppers: Sequence[DecodeStepper] = (),
+        graphs: ForwardGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
@@ -99,6 +102,7 @@ class Runner:
         self._transfers = transfers
         self._page_size = page_size
         self._steppers = steppers
+        self._graphs = graphs
         self._decodes: _Decodes | None = None
 
     @torch.inference_mode()
@@ -164,15 +168,24 @@ class Runner:
 
     def _forward(self, plan: StepPlan, upload: Upload) -> ComputedStep | StepUnderWay:
         """A step with chunks, or on a device without a stepper."""
-        staged = StagedBatch(plan, self._table, upload)
-        slots, rows = self._sampling_rows(plan)
+        graphs, table = self._graphs, self._table
+        padded = None if graphs is None else graphs.choose_shape(plan)
+        shape = padded or BatchShape.of(plan, table)
+        packed = upload.integers(pack_batch(plan, shape, table.padding_slot))
+        slots, rows = self._sampling_rows(plan, shape.num_decodes)
         slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
         sampling = self._sampler.prepare(slots, slot_ids, upload)
         upload.send(self._transfers)
-        batch = staged.build(self._page_size)
-        hidden = self._decoder.forward(batch, self._kv_cache)
+        if graphs is not None and padded is not None:
+            hidden = graphs.forward(padded, packed.tensor)
+        else:
+            batch = build_batch(packed.tensor, shape, table, self._page_size)
+            hidden = self._decoder.forward(batch, self._kv_cache)
+        of_chunks = hidden[shape.num_decodes :]
         result = StepResult(
-            [], prompt_logprobs=self._score_prompts(plan, hidden), pooled=self._pool_prompts(plan, hidden)
+            [],
+            prompt_logprobs=self._score_prompts(plan, of_chunks),
+            pooled=self._pool_prompts(plan, of_chunks),
         )
         if not slots:
             return ComputedStep(result, result.tells_of_prompts)
@@ -183,11 +196,11 @@ class Runner:
         return self._finish(drawn, sampling, result)
 
     @staticmethod
-    def _sampling_rows(plan: StepPlan) -> tuple[list[int], list[int]]:
-        """Slots that get a token, and the batch rows of their logits."""
+    def _sampling_rows(plan: StepPlan, first_row: int) -> tuple[list[int], list[int]]:
+        """Slots that get a token, and the batch rows of their logits. first_row: of the chunks."""
         slots = list(plan.decode_slots)
         rows = list(range(len(slots)))
-        row = len(slots)
+        row = first_row
         for chunk in plan.chunks:
             row += len(chunk.token_ids)
             if chunk.samples:
@@ -207,9 +220,11 @@ class Runner:
         return ComputedStep(result, is_synchronous=True)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
-        """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan."""
+        """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan.
+
+        hidden: of the chunks."""
         found: dict[int, list[TokenLogprobs]] = {}
-        row = len(plan.decode_slots)
+        row = 0
         for position, chunk in enumerate(plan.chunks):
             if chunk.num_prompt_logprobs is not None:
                 rows = hidden[row : row + len(chunk.target_token_ids)]
@@ -218,10 +233,12 @@ class Runner:
         return found
 
     def _pool_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, np.ndarray]:
-        """Sums of the hidden states that chunks want pooled, by position in the plan."""
+        """Sums of the hidden states that chunks want pooled, by position in the plan.
+
+        hidden: of the chunks."""
         places: list[int] = []
         sums: list[Tensor] = []
-        row = len(plan.decode_slots)
+        row = 0
         for position, chunk in enumerate(plan.chunks):
             row += len(chunk.token_ids)
             if chunk.num_pooled:

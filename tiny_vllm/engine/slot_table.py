@@ -17,13 +17,19 @@ class SlotTable:
     computed_len [slots] int64; last_token [slots] int64.
 
     num_pages [slots] is kept on the host, so that a batch's page tables can be cut to the widest row without
-    asking the device.
+    asking the device. all_page_table, all_computed_len, all_last_token: the same tensors with one row more,
+    `padding_slot`, which stays an empty sequence of null pages.
     """
 
     def __init__(self, num_slots: int, max_pages: int, device: torch.device) -> None:
-        self.page_table = torch.full((num_slots, max_pages), NULL_PAGE, dtype=torch.int64, device=device)
-        self.computed_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        rows = num_slots + 1
+        self.padding_slot = num_slots
+        self.all_page_table = torch.full((rows, max_pages), NULL_PAGE, dtype=torch.int64, device=device)
+        self.all_computed_len = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.all_last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.page_table = self.all_page_table[:num_slots]
+        self.computed_len = self.all_computed_len[:num_slots]
+        self.last_token = self.all_last_token[:num_slots]
         self.num_pages = [0] * num_slots
 
     def edit(self, plan: StepPlan, upload: Upload) -> None:

@@ -15,6 +15,7 @@ launch allows for, never on the contexts themselves (programs without work leave
 serves all lengths. Keys and values of earlier steps are loaded before the wait for the preceding kernel; the
 newest token's start the online softmax, as its first step, by themselves. Joining in the last program to
 arrive instead of a second kernel was 45 us slower per step (16 layers, H200): a serial tail behind an atomic.
+On Hopper GPUs a kernel in CUDA C++ may take large batches, see `hopper_decode`.
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; pages, Kwon et al. 2023, arXiv
 2309.06180.
 
@@ -38,6 +39,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows
+from tiny_vllm.kernels.hopper_decode import launch as hopper
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
 from tiny_vllm.kernels.triton_support import (
@@ -636,6 +638,15 @@ def attend_pages(
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
     assert q.is_contiguous()
+    is_plain = window is None and softcap is None and sinks is None
+    rows = context_lens if table_rows is None else table_rows
+    if is_plain and hopper.takes(num_heads, k_cache, v_cache, page_table, context_lens, rows, scale):
+        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+        attended = hopper.attend(
+            q, k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows, output=output
+        )
+        assert attended is not None, "it is compiled"
+        return attended
     (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
     longest = min(max_context_len or page_table.shape[1] * page_size, window or 1 << 30)
     output = torch.empty_like(q) if output is None else output

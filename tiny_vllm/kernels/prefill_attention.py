@@ -98,8 +98,10 @@ def prepare_prefill_attention(
     starts = query_starts.tolist()
     contexts: list[PrefillContext] = []
     for index, context_len in enumerate(context_lens.tolist()):
-        pages = page_table[index : index + 1, : -(-context_len // page_size)]
         queries = slice(starts[index], starts[index + 1])
+        if queries.start == queries.stop:
+            continue
+        pages = page_table[index : index + 1, : -(-context_len // page_size)]
         contexts.append(GatheredChunk(queries, page_rows(pages, num_kv_heads), context_len))
     return contexts
 

@@ -12,19 +12,22 @@ A program attends with the query heads of one KV head, which it sums and rotates
 the L2 cache. Programs that share a KV head's context repeat that; the one whose part ends with the newest
 token also makes its key and value, starts its softmax from them and writes them to the cache, where only
 later steps read them. That is a kernel per layer less than rotating first, and as many boundaries.
+
+On Hopper GPUs large batches may rotate first (`rope_from_parts`), while the kernel in CUDA C++ that attends
+(`hopper_decode`) reads keys and values already.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows, encode_rows, row_scales
+from tiny_vllm.kernels.hopper_decode import launch as hopper
 from tiny_vllm.kernels.paged_decode_attention import (
     AttentionParts,
     attend_and_store_part,
@@ -32,8 +35,7 @@ from tiny_vllm.kernels.paged_decode_attention import (
     first_keys_and_values,
     part_of_context,
 )
-from tiny_vllm.kernels.rms_norm import rms_norm_ref
-from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.rope_from_parts import HeadNorms, rope_from_parts, rope_from_parts_ref
 from tiny_vllm.kernels.triton_support import (
     IS_INTERPRETED,
     jit,
@@ -44,15 +46,6 @@ from tiny_vllm.kernels.triton_support import (
     wait_for_predecessor,
     with_fallback,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm weights [D] of the heads of queries and of keys."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
 
 
 def rope_and_attend_ref(
@@ -74,19 +67,11 @@ def rope_and_attend_ref(
     **variants: Any,
 ) -> Tensor:
     """As kernels of their own. `pdl` is ignored."""
-    qkv = parts.float().sum(0)
-    if bias is not None:
-        qkv = qkv + bias.float()
-    if head_norms is not None:
-        heads = qkv.view(len(qkv), -1, k_cache.shape[3])
-        num_keys = k_cache.shape[1]
-        q, k, v = heads.split([num_heads, num_keys, num_keys], 1)
-        q, k = rms_norm_ref(q, head_norms.q, head_norms.eps), rms_norm_ref(k, head_norms.k, head_norms.eps)
-        qkv = torch.cat((q, k, v), 1).flatten(1)
-    step = prepare_rope(cos_sin, context_lens.long() - 1, cells, k_cache.shape[1], k_cache.shape[2])
-    q = rope_and_cache(qkv.to(k_cache.dtype), step, k_cache, v_cache, num_heads)
+    q = rope_from_parts_ref(
+        parts, bias, cos_sin, context_lens, cells, k_cache, v_cache, num_heads, head_norms=head_norms
+    )
     return attend_pages(
-        q.contiguous(), k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows,
+        q, k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows,
         max_context_len=max_context_len, **variants,
     )  # fmt: skip
 
@@ -246,6 +231,35 @@ def _rope_and_attend_kernel(
     )  # fmt: skip
 
 
+def _rope_then_attend(
+    parts: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    cells: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    table_rows: Tensor | None,
+    head_norms: HeadNorms | None,
+    pdl: bool,
+) -> Tensor:
+    """In two kernels, of which the second is the one for Hopper."""
+    workspace = hopper.make_workspace(k_cache, is_ready=False)
+    q = rope_from_parts(
+        parts, bias, cos_sin, context_lens, cells, k_cache, v_cache, num_heads, head_norms=head_norms,
+        zeros=workspace.flags, pdl=pdl,
+    )  # fmt: skip
+    attended = hopper.attend(
+        q, k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows, workspace=workspace,
+        pdl=pdl,
+    )  # fmt: skip
+    assert attended is not None, "it is compiled"
+    return attended
+
+
 @with_fallback(rope_and_attend_ref)
 def rope_and_attend(
     parts: Tensor,
@@ -272,6 +286,14 @@ def rope_and_attend(
     cos_sin [max_len, R] FP32; cells [B] int64: where k and v go, for a real sequence the cell of its newest
     token. The other arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
     """
+    is_plain = window is None and softcap is None and sinks is None
+    rows = context_lens if table_rows is None else table_rows
+    if is_plain and hopper.takes(num_heads, k_cache, v_cache, page_table, context_lens, rows, scale):
+        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+        return _rope_then_attend(
+            parts, bias, cos_sin, cells, k_cache, v_cache, page_table, context_lens, num_heads, scale,
+            table_rows, head_norms, pdl,
+        )  # fmt: skip
     splits, num_sequences, width = parts.shape
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     group = num_heads // num_kv_heads

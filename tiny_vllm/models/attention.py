@@ -48,6 +48,7 @@ class AttentionStep:
 
     ropes: by table. plain, varied: contexts of layers without and with a window, soft cap or sinks. longest:
     tokens of the longest context, beyond which a window hides some; unknown on a GPU, hence infinite.
+    output: [T, Hq, D] that all layers write; rows of padding stay 0 in it.
     """
 
     ropes: list[RopeStep]
@@ -55,6 +56,7 @@ class AttentionStep:
     plain: AttentionContexts
     varied: AttentionContexts
     longest: float
+    output: Tensor
 
 
 def prepare_attention(
@@ -92,7 +94,15 @@ def prepare_attention(
             PagedChunks(batch.prefill_page_table, batch.prefill_query_starts, batch.prefill_context_lens)
         )
     ropes = [prepare_rope(table, batch.positions, batch.cells, num_kv_heads, page_size) for table in tables]
-    return AttentionStep(ropes, batch.num_decodes, plain, varied, longest)
+    make = torch.zeros if batch.is_padded else torch.empty
+    output = make(
+        len(batch.positions),
+        spec.num_heads,
+        spec.head_dim,
+        dtype=kv_cache.dtype,
+        device=batch.positions.device,
+    )
+    return AttentionStep(ropes, batch.num_decodes, plain, varied, longest, output)
 
 
 class Attention:
@@ -150,7 +160,7 @@ class Attention:
             partial(attend, window=None if is_plain else self.window, softcap=self.softcap, sinks=self.sinks)
             for attend in (paged_decode_attention, prefill_attention)
         )
-        output = torch.empty_like(q)
+        output = step.output
         for attend, own_contexts, rows in (
             (decode, contexts.decode, slice(None, step.num_decodes)),
             (prefill, contexts.prefill, slice(step.num_decodes, None)),

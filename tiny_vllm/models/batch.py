@@ -18,7 +18,10 @@ class ForwardBatch:
     decode_page_table: [B, W]; decode_context_lens: [B]
     prefill_page_table: [S, W]; prefill_context_lens: [S]
     prefill_query_starts: [S + 1], where each chunk begins, counted from the first prefill token; the last
-        entry is the number of prefill tokens. No chunk is empty.
+        entry is the number of prefill tokens. Without padding no chunk is empty.
+    is_padded: some rows belong to nobody: decodes at position 0 of the null page; behind all chunks, rows of
+        no chunk, with cell 0; and behind the others chunks without tokens, of context 1. What is computed for
+        them is finite and means nothing. The last entry of prefill_query_starts counts no padding.
     """
 
     token_ids: Tensor
@@ -29,6 +32,7 @@ class ForwardBatch:
     prefill_page_table: Tensor
     prefill_query_starts: Tensor
     prefill_context_lens: Tensor
+    is_padded: bool = False
 
     @property
     def num_decodes(self) -> int:

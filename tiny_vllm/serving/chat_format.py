@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiny_vllm.outputs import Logprob, RequestOutput
-from tiny_vllm.serving.formats import Heading, merge, usage, usage_chunks, with_usage
+from tiny_vllm.serving.formats import Heading, is_plain, merge, usage, usage_chunks, with_usage
 from tiny_vllm.serving.generation import PromptUpdate
 from tiny_vllm.serving.logprob_format import (
     finite,
@@ -27,6 +27,10 @@ class ChatFormat:
     body: ChatBody
     heading: Heading
     tokenizer: Tokenizer | None
+
+    @property
+    def is_plain(self) -> bool:
+        return is_plain(self.body) and not self.body.logprobs
 
     def opening(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Who speaks, for each choice."""

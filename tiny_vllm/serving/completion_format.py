@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.outputs import ChoiceDelta, CompletionOutput, RequestOutput
-from tiny_vllm.serving.formats import Heading, merge, usage, usage_chunks, with_usage
+from tiny_vllm.serving.formats import Heading, is_plain, merge, usage, usage_chunks, with_usage
 from tiny_vllm.serving.generation import PromptUpdate
 from tiny_vllm.serving.logprob_format import (
     Entries,
@@ -29,6 +29,10 @@ class CompletionFormat:
     heading: Heading
     tokenizer: Tokenizer | None
     text_lens: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        return is_plain(self.body) and self.body.logprobs is None and not self.body.echo
 
     def opening(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         return []

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from tiny_vllm.errors import EngineDead
 from tiny_vllm.serving.messages import FromEngine, Quit, Start, ToEngine, encode
@@ -24,25 +23,30 @@ from tiny_vllm.serving.messages import FromEngine, Quit, Start, ToEngine, encode
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 0.5
-# With 256 streams some 30 ms, which is how long others wait when the engine is faster than this process.
 MAX_TAKEN_TOGETHER = 8
+"""Messages of one turn. Under load a stream gets the tokens of several steps in an event, which costs little
+more than one; with 256 streams that is some 10 ms, for which all others wait."""
 
 
 class EngineChild:
-    """command: starts the process; see engine_process.main for what is appended. take: gets each message.
+    """command: starts the process; see engine_process.main for what is appended. take: gets messages, in
+    order, those that have come since the last turn together.
 
     process_id: None while there is no process. last_heard: time of the last message, on the monotonic clock.
     """
 
-    def __init__(self, command: Sequence[str], start: Start, take: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], start: Start, take: Callable[[list[FromEngine]], None]
+    ) -> None:
         self.last_heard = time.monotonic()
         self._command = command
         self._start = start
         self._take = take
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
         self._process: asyncio.subprocess.Process | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._must_end = False
+        self._is_turn_due = False
 
     @property
     def process_id(self) -> int | None:
@@ -50,8 +54,12 @@ class EngineChild:
 
     def send(self, message: ToEngine) -> None:
         """Never waits. What is sent when there is no process is lost with it."""
-        if self._socket is not None:
-            self._socket.send(encode(message))
+        if self._socket is None:
+            return
+        with contextlib.suppress(zmq.Again):  # nobody is connected
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        # Sending may take note of what has come, and then the descriptor does not tell.
+        self._hear_soon()
 
     async def run(self) -> EngineDead:
         """Start the process, follow it to its end and return how it ended.
@@ -59,38 +67,40 @@ class EngineChild:
         Raises OSError or ZMQError if it cannot be started.
         """
         directory = Path(tempfile.mkdtemp(prefix="tiny-vllm-"))
-        context = zmq.asyncio.Context()
-        receiver: asyncio.Task[None] | None = None
+        context = zmq.Context()
         try:
             address = f"ipc://{directory}/engine"
-            self._socket = context.socket(zmq.DEALER)
-            self._socket.set_hwm(0)  # sending never waits
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.bind(address)
+            socket = context.socket(zmq.DEALER)
+            socket.set_hwm(0)  # sending never waits
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
             start = msgspec.json.encode(self._start).decode()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, address, start, stdin=asyncio.subprocess.DEVNULL
             )
-            receiver = asyncio.create_task(self._receive(self._socket))
+            self.listen(socket)
             if self._must_end:
                 self._process.kill()
             code = await self._process.wait()
             if not self._must_end:
-                await self._hear_last_words(receiver)
+                await self._hear_last_words()
             return EngineDead(f"its process ended {_describe_exit(code)}")
         finally:
-            if receiver is not None:
-                receiver.cancel()
-                await asyncio.gather(receiver, return_exceptions=True)
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
             self._process = None
             if self._socket is not None:
-                self._socket.close()
+                asyncio.get_running_loop().remove_reader(self._socket.fileno())
                 self._socket = None
-            context.term()
+            context.destroy(linger=0)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def listen(self, socket: zmq.Socket[bytes]) -> None:
+        """Take what comes there from now on."""
+        self._socket = socket
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._hear_now)
+        self._hear_soon()
 
     async def end(self, patience: float) -> None:
         """Have the process end by itself, and kill it after so many seconds."""
@@ -107,29 +117,47 @@ class EngineChild:
                 process.kill()
             await process.wait()
 
-    async def _hear_last_words(self, receiver: asyncio.Task[None]) -> None:
+    async def _hear_last_words(self) -> None:
         """Messages sent before a process ended may arrive after its end."""
         heard = -1.0
-        while heard != self.last_heard and not receiver.done():
+        while heard != self.last_heard:
             heard = self.last_heard
             await asyncio.sleep(LAST_WORDS_SECONDS / 5)
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        """While messages are there, `recv` lets nobody else run. Some are taken together, so that under load
-        a stream sends several tokens in an event, which costs little more than one; then it is the streams'
-        turn."""
-        while True:
-            for _ in range(MAX_TAKEN_TOGETHER):
-                self._hear(await socket.recv())
-            await asyncio.sleep(0)
+    def _hear_now(self) -> None:
+        if not self._is_turn_due:  # once in each turn of the loop
+            self._hear()
 
-    def _hear(self, data: bytes) -> None:
+    def _hear_soon(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._hear)
+
+    def _hear(self) -> None:
+        """Take some of the messages that are there; then it is the turn of others."""
+        self._is_turn_due = False
+        messages: list[FromEngine] = []
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            # One message must not end the hearing of all others.
+            try:
+                messages.append(self._decode(data))
+            except msgspec.MsgspecError:
+                logger.exception("a message of the engine cannot be read")
+            if len(messages) == MAX_TAKEN_TOGETHER:
+                # The descriptor tells only of what comes after this.
+                self._hear_soon()
+                break
+        if not messages:
+            return
         self.last_heard = time.monotonic()
         try:
-            self._take(self._decode(data))
+            self._take(messages)
         except Exception:
-            # One message must not end the hearing of all others.
-            logger.exception("a message of the engine cannot be handled")
+            logger.exception("messages of the engine cannot be handled")
 
 
 def _describe_exit(code: int) -> str:

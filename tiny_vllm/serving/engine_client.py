@@ -42,7 +42,7 @@ from tiny_vllm.serving.messages import (
 from tiny_vllm.text.output_processor import OutputProcessor
 from tiny_vllm.text.request_builder import PreparedRequest
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import Request
+from tiny_vllm.types import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -234,16 +234,26 @@ class EngineClient:
             ending = EngineDead(f"the engine process cannot be started: {error}")
         self.failure = self.failure or ending
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, messages: Sequence[FromEngine]) -> None:
+        """Messages that have come together: a stream gets the tokens of all of them as one update."""
+        events: list[TokenEvent] = []
+        for message in messages:
+            if isinstance(message, Events):
+                events += message.events
+            else:
+                self._take_other(message)
+        if not events:
+            return
+        now = time.monotonic()
+        progress = self._processor.process(events, now)
+        if progress.stops:
+            self._child.send(Stop(progress.stops))
+        for update in progress.updates:
+            self._deliver(update)
+        self._observe(progress.updates, now)
+
+    def _take_other(self, message: FromEngine) -> None:
         match message:
-            case Events(events):
-                now = time.monotonic()
-                progress = self._processor.process(events, now)
-                if progress.stops:
-                    self._child.send(Stop(progress.stops))
-                for update in progress.updates:
-                    self._deliver(update)
-                self._observe(progress.updates, now)
             case Report():
                 self.report = message
             case Accepted(number):

@@ -22,6 +22,11 @@ class Format(Protocol):
 class StreamFormat(Format, Protocol):
     """How an endpoint that can stream shows them."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunks that bring a choice's text differ in nothing but that text."""
+        ...
+
     def opening(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Chunks sent before there is any news."""
         ...
@@ -59,6 +64,12 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
     }
+
+
+def is_plain(body: GenerationBody) -> bool:
+    """Whether none of the options that endpoints share makes each chunk another, but for its text."""
+    counts = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    return not (counts or body.return_token_ids)
 
 
 def with_usage(

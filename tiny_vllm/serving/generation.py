@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tiny_vllm.errors import TinyVLLMError
 from tiny_vllm.outputs import RequestOutput, RequestUpdate
 from tiny_vllm.types import Request
+
+logger = logging.getLogger(__name__)
 
 PromptUpdate = tuple[int, RequestUpdate]
 """The place of a prompt in its call, and news of it."""
@@ -22,7 +25,8 @@ class Generation:
     """The prompts of one call, in order. For one consumer; a context manager that aborts what is unfinished.
 
     requests: as the engine got them. outputs: what is known of each; they grow in place.
-    is_streamed: whether the consumer wants to wake up for every update.
+    is_streamed: whether the consumer wants to wake up for every update. push: may deal with an update while
+    the consumer waits, so that it need not wake up; returns whether it has.
     """
 
     def __init__(
@@ -38,7 +42,9 @@ class Generation:
         self._owner = owner
         self._places = {output.request_id: place for place, output in enumerate(outputs)}
         self._unfinished = set(self._places)
+        self.push: Callable[[PromptUpdate], bool] = lambda update: False
         self._is_streamed = is_streamed
+        self._is_awaited = False
         self._pending: list[PromptUpdate] = []
         self._failure: TinyVLLMError | None = None
         self._news = asyncio.Event()
@@ -68,7 +74,11 @@ class Generation:
             if self._failure is not None:
                 raise self._failure
             self._news.clear()
-            await self._news.wait()
+            self._is_awaited = True
+            try:
+                await self._news.wait()
+            finally:
+                self._is_awaited = False
         pending, self._pending = self._pending, []
         return pending
 
@@ -96,9 +106,21 @@ class Generation:
     def take(self, update: RequestUpdate) -> None:
         """News of one of the prompts."""
         request_id = update.output.request_id
-        if self._is_streamed:
-            self._pending.append((self._places[request_id], update))
         if update.finished:
             self._unfinished.discard(request_id)
-        if self._is_streamed or not self._unfinished:
-            self._news.set()
+        if self._is_streamed:
+            news = (self._places[request_id], update)
+            if self._is_awaited and not self._news.is_set() and self._has_pushed(news):
+                return
+            self._pending.append(news)
+        elif self._unfinished:
+            return
+        self._news.set()
+
+    def _has_pushed(self, news: PromptUpdate) -> bool:
+        try:
+            return self.push(news)
+        except Exception:
+            # The same will happen to the consumer, whose business it is.
+            logger.debug("an update could not be pushed", exc_info=True)
+            return False

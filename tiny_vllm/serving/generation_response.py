@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,8 @@ from tiny_vllm.serving.errors import ApiError, api_error
 from tiny_vllm.serving.formats import Format, StreamFormat
 from tiny_vllm.serving.gate import error_response
 from tiny_vllm.serving.generation import Generation
+from tiny_vllm.serving.protocol import BODY_WRITER
+from tiny_vllm.serving.stream_writer import StreamWriter, encoded_events
 from tiny_vllm.text.request_builder import PreparedRequest
 from tiny_vllm.types import FinishReason
 
@@ -109,6 +111,8 @@ class GenerationResponse(Response):
             scope["state"]["outputs"] = generation.outputs
             with generation:
                 if stream is not None:
+                    body_writer = scope.get("extensions", {}).get(BODY_WRITER)
+                    generation.push = StreamWriter(stream, generation.outputs, body_writer).push
                     await self._stream(generation, stream, send)
                     return
                 await generation.finished()
@@ -122,10 +126,14 @@ class GenerationResponse(Response):
         """The engine has taken the requests: only now is it certain that the status is 200."""
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async for chunks in _chunks(generation, form):
-            if chunks:
-                await send({"type": "http.response.body", "body": _events(chunks), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        outputs = generation.outputs
+        await _send_events(form.opening(outputs), send)
+        while updates := await generation.updates():
+            await _send_events(form.chunks(outputs, updates), send)
+            for _, update in updates:
+                _check_reasons(update.deltas)
+        body = encoded_events(form.closing(outputs)) + DONE
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _say_good_bye(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The server stops before the answer is complete."""
@@ -142,16 +150,6 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _chunks(generation: Generation, form: StreamFormat) -> AsyncIterator[list[dict[str, Any]]]:
-    outputs = generation.outputs
-    yield form.opening(outputs)
-    while updates := await generation.updates():
-        yield form.chunks(outputs, updates)
-        for _, update in updates:
-            _check_reasons(update.deltas)
-    yield form.closing(outputs)
-
-
 def _check_reasons(choices: Iterable[ChoiceDelta | CompletionOutput]) -> None:
     """Raises ApiError if the model broke down on one of the choices."""
     for choice in choices:
@@ -164,9 +162,9 @@ def _check_reasons(choices: Iterable[ChoiceDelta | CompletionOutput]) -> None:
             )
 
 
-def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
-    encode = msgspec.json.encode
-    return b"".join([b"data: " + encode(chunk) + b"\n\n" for chunk in chunks])
+async def _send_events(chunks: Sequence[dict[str, Any]], send: Send) -> None:
+    if chunks:
+        await send({"type": "http.response.body", "body": encoded_events(chunks), "more_body": True})
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tiny_vllm.engine.engine import EngineStats
 from tiny_vllm.outputs import ChoiceDelta, RequestOutput, RequestUpdate
+from tiny_vllm.serving.histogram import Histogram
 
 FAST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 SLOW_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -44,8 +45,9 @@ class Metrics:
             return Counter(name, text, ["model_name"], registry=self._registry).labels(model_name)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-            return made.labels(model_name)
+            made = Histogram(name, text, model_name, buckets)
+            self._registry.register(made)
+            return made
 
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of started requests.")
         self._generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
@@ -88,7 +90,7 @@ class Metrics:
         )
 
     def observe(self, updates: Sequence[RequestUpdate], now: float) -> None:
-        """Take in what one engine step brought."""
+        """Take in what one engine step brought, or several steps that were heard of together."""
         num_tokens = 0
         for update in updates:
             output = update.output
@@ -100,7 +102,7 @@ class Metrics:
                 self.num_prompt_tokens += len(output.prompt_token_ids)
             for delta in update.deltas:
                 num_tokens += len(delta.token_ids)
-                self._observe_delta(output.request_id, delta, now)
+                self._observe_delta((output.request_id, delta.index), delta, now)
             if update.finished:
                 self._observe_end(output)
         self.num_generated_tokens += num_tokens
@@ -121,15 +123,17 @@ class Metrics:
         """The page that Prometheus reads."""
         return generate_latest(self._registry)
 
-    def _observe_delta(self, request_id: str, delta: ChoiceDelta, now: float) -> None:
-        key = (request_id, delta.index)
-        if delta.token_ids:
-            last = self._last_times.get(key)
+    def _observe_delta(self, choice: tuple[str, int], delta: ChoiceDelta, now: float) -> None:
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
+            last = self._last_times.get(choice)
             if last is not None:
                 self._inter_token.observe(now - last)
-            self._last_times[key] = now
+            if num_tokens > 1:
+                self._inter_token.observe(0.0, num_tokens - 1)
+            self._last_times[choice] = now
         if delta.finish_reason is not None:
-            self._last_times.pop(key, None)
+            self._last_times.pop(choice, None)
             self._successes.labels(self._model_name, delta.finish_reason).inc()
 
     def _observe_end(self, output: RequestOutput) -> None:

@@ -1,5 +1,5 @@
 """uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, and on
-connections."""
+connections; parts of a body that are written without waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import resource
 import time
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tiny_vllm.serving.errors import ApiError
 
@@ -19,6 +19,30 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 << 10
 RESERVED_DESCRIPTORS = 32
 WARNING_SECONDS = 10.0
+BODY_WRITER = "tiny_vllm.body_writer"
+"""The key of the BodyWriter among the extensions of an ASGI scope."""
+
+
+class BodyWriter:
+    """Writes parts of a response's body at once, which ASGI's `send` needs a coroutine for.
+
+    Only between the start of a response without a length and its last part, which are sent as ASGI has it.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client reads as fast as it is written to, and is still there."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected) and cycle.chunked_encoding is True
+
+    def write(self, body: bytes) -> None:
+        """body: not empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class DescriptorGuard:
@@ -87,6 +111,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+        # The task that reads the scope has not begun yet.
+        extensions: dict[str, Any] = self.scope.setdefault("extensions", {})
+        extensions[BODY_WRITER] = BodyWriter(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from tiny_vllm.serving.schemas import Body
@@ -32,6 +33,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class DirectRoute(APIRoute):
+    """A route whose endpoint takes the request and returns the response: nothing is to be solved for it."""
+
+    def get_route_handler(self) -> Any:
+        return self.endpoint
+
+
 class Routes:
     """Adds endpoints to an application. bodies: those of the endpoints added so far."""
 
@@ -51,13 +59,21 @@ class Routes:
         self.bodies.append(body)
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         extra = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
-        self._add(path, endpoint, summary, (JSON, *more_types), methods=["POST"], openapi_extra=extra)
+        self._add(
+            path,
+            endpoint,
+            summary,
+            (JSON, *more_types),
+            methods=["POST"],
+            openapi_extra=extra,
+            route_class_override=DirectRoute,
+        )
 
     def _add(
         self, path: str, endpoint: Any, summary: str, media_types: tuple[str, ...], **options: Any
     ) -> None:
         content: dict[str, Any] = {media_type: {"schema": {}} for media_type in media_types}
         answers = {200: {"description": "Success", "content": content}, **ERRORS}
-        self._app.add_api_route(
+        self._app.router.add_api_route(
             path, endpoint, summary=summary, responses=answers, response_class=Response, **options
         )

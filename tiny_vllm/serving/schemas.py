@@ -80,8 +80,10 @@ class Body(BaseModel):
 
     def check_extras(self) -> None:
         """Raises ApiError for parameters that are unknown or cannot be honoured."""
+        if not self.model_extra:
+            return
         elsewhere = {name for body in BODIES for name in body.model_fields}
-        check_unsupported(self.model_extra or {}, type(self).model_fields, elsewhere)
+        check_unsupported(self.model_extra, type(self).model_fields, elsewhere)
 
 
 ADD_SPECIAL = "begin text prompts with BOS (default: true)"

@@ -32,6 +32,9 @@ from tiny_vllm.serving.service import ServedModel, Service
 from tiny_vllm.weights.checkpoint import open_checkpoint
 
 BACKLOG = 2048
+COLLECT_AFTER = 20_000
+"""Objects more than at the last look for cycles. The tokens of a few steps are a thousand objects, and in
+Python's own setting of 700 each look goes through those: half of what a token costs."""
 KEEP_ALIVE_SECONDS = 30
 TCP_OPTIONS = {
     "TCP_KEEPIDLE": 30,  # seconds of silence before asking
@@ -67,6 +70,7 @@ def serve(
         # What exists now stays: looking for cycles in it would hold every stream up.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(COLLECT_AFTER, 10, 10)
         server = Server(service)
         server.run(sockets=[listener])
     if server.start_failure is not None:
@@ -135,6 +139,7 @@ class Server(uvicorn.Server):
             log_level=logging.getLogger("tiny_vllm").getEffectiveLevel() + 10,
             access_log=False,  # ours knows more
             server_header=False,
+            proxy_headers=False,  # nothing here depends on the client's address
             http=limited_protocol(service.config.receive_timeout),
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

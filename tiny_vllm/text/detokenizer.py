@@ -32,6 +32,11 @@ class Detokenizer:
         """The text that this token completes; often all of its own, sometimes none."""
         if token_id in self._skipped_ids:
             return ""
+        if not (self._pending or self._strip):
+            text = self._pieces.text_of(token_id)
+            if text is not None:
+                self._previous_id = token_id
+                return text
         data = self._pieces.bytes_of(token_id, self._previous_id)
         if not data:
             return ""

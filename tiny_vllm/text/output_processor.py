@@ -72,16 +72,18 @@ class OutputProcessor:
         """
         progress = Progress()
         moved: dict[str, RequestUpdate] = {}
+        find_running, find_update = self._requests.get, moved.get
         for event in events:
-            running = self._requests.get(event.request_id)
+            request_id = event.request_id
+            running = find_running(request_id)
             if running is None:
                 continue
             choice = running.choices[event.index]
-            if choice.output.finished:
+            if choice.output.finish_reason is not None:
                 continue
-            update = moved.get(event.request_id)
+            update = find_update(request_id)
             if update is None:
-                update = moved[event.request_id] = RequestUpdate(running.output)
+                update = moved[request_id] = RequestUpdate(running.output)
                 progress.updates.append(update)
             if event.prompt is not None:
                 running.take_prompt_info(event.prompt)
@@ -89,12 +91,12 @@ class OutputProcessor:
                 running.count_token(now)
             if choice.take(event, _delta_of(update, event.index)):
                 if event.finish_reason is None:
-                    progress.stops.append((event.request_id, event.index))
+                    progress.stops.append((request_id, event.index))
                 running.num_unfinished -= 1
                 if running.num_unfinished == 0:
                     running.output.metrics.finished_time = now
                     update.finished = True
-                    del self._requests[event.request_id]
+                    del self._requests[request_id]
         return progress
 
 
@@ -154,7 +156,10 @@ class _RunningRequest:
 class _Choice:
     """One choice: its output, its detokenizer and its stop strings."""
 
-    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "_min_tokens", "_tokenizer", "output")
+    __slots__ = (
+        *("_detokenizer", "_include_stop", "_matcher", "_min_tokens", "_only_adds", "_tokenizer"),
+        "output",
+    )
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer | None, stops: StopStrings | None
@@ -174,11 +179,22 @@ class _Choice:
                 skip_special_tokens=sampling.skip_special_tokens,
                 continues=_has_text(request.prompt_token_ids, tokenizer),
             )
+        self._only_adds = self._detokenizer is not None and not stops and sampling.logprobs is None
 
     def take(self, event: TokenEvent, delta: ChoiceDelta) -> bool:
         """Add one event to the output and to the delta. Returns whether it was the choice's last."""
         output = self.output
         token_id, finish_reason = event.token_id, event.finish_reason
+        if self._only_adds and token_id is not None and finish_reason is None:
+            # Most tokens: text that nothing looks at.
+            assert self._detokenizer is not None
+            output.token_ids.append(token_id)
+            delta.token_ids.append(token_id)
+            text = self._detokenizer.add(token_id)
+            if text:
+                output.text += text
+                delta.text += text
+            return False
         if token_id is not None:
             output.token_ids.append(token_id)
             delta.token_ids.append(token_id)

@@ -21,6 +21,9 @@ class Pieces(Protocol):
     def bytes_of(self, token_id: int, previous_id: int | None) -> bytes:
         """Bytes that token_id appends after previous_id (None: nothing before); b"" for unknown ids."""
 
+    def text_of(self, token_id: int) -> str | None:
+        """The same as text, where that is whole characters, at least one, whatever is around; else None."""
+
 
 def pieces_of(backend: Backend) -> Pieces:
     """Choose by the tokenizer's decoder."""
@@ -51,12 +54,20 @@ class BytePieces:
         self._rule = rule
         self._added = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items()}
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def bytes_of(self, token_id: int, previous_id: int | None) -> bytes:
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._work_out(token_id)
         return known
+
+    def text_of(self, token_id: int) -> str | None:
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._texts[token_id] = _whole_text(self.bytes_of(token_id, None))
+            return text
 
     def _work_out(self, token_id: int) -> bytes:
         piece = _piece(self._backend, token_id)
@@ -88,6 +99,9 @@ class ContextPieces:
         both = self._backend.decode([previous_id, token_id], skip_special_tokens=False)
         return (both[len(before) :] if both.startswith(before) else alone).encode()
 
+    def text_of(self, token_id: int) -> str | None:
+        return None
+
 
 def byte_alphabet() -> dict[str, int]:
     """The byte each character of a byte-level piece stands for.
@@ -109,6 +123,13 @@ def _byte_level_bytes(piece: str) -> bytes:
         return bytes(BYTE_ALPHABET[character] for character in piece)
     except KeyError:
         return piece.encode()
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode() or None
+    except UnicodeDecodeError:
+        return None
 
 
 def _fallback_byte(piece: str) -> bytes | None:

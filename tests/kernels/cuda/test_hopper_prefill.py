@@ -114,6 +114,26 @@ def test_tables_of_32_bits() -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
 
 
+@needs_compiler
+@pytest.mark.parametrize("padding", [3, 40], ids=["few", "more_than_lanes"])
+def test_chunks_without_tokens_and_rows_of_no_chunk_change_nothing(padding: int) -> None:
+    """As graphs of small steps pad them: behind the others, with a context of one token on the null page."""
+    q, k_cache, v_cache, (table, starts, lens), expected = make_case("llama_1b", torch.bfloat16, float("nan"))
+    k_cache[0] = v_cache[0] = 1e30
+    table = torch.cat((table, table.new_zeros(padding, table.shape[1])))
+    starts = torch.cat((starts, starts[-1:].expand(padding)))
+    lens = torch.cat((lens, lens.new_ones(padding)))
+    padded = torch.cat((q, torch.full_like(q[:100], torch.nan)))
+    # Also with more blocks than tiles.
+    for blocks in (3, 20):
+        actual = attend_emulated(
+            padded, k_cache, v_cache, table, starts, lens, 64**-0.5, variant=SMALL_VARIANTS[64], blocks=blocks
+        )
+        atol = TOLERANCES[torch.bfloat16] * float(v_cache[1:][v_cache[1:].isfinite()].abs().max())
+        torch.testing.assert_close(actual[: len(q)].double(), expected, rtol=0, atol=atol)
+        assert actual[len(q) :].isnan().all(), "rows of no chunk stay as they are"
+
+
 MISTAKES = {
     "no_fence": ("  fence_shared();\n", ""),
     "keys_are_read_before_they_come": (

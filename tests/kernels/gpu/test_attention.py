@@ -339,3 +339,25 @@ def test_prefill_has_the_variants_of_the_families(
     scale = options.pop("scale", head_dim**-0.5)
     actual = attend_chunks(q, pages.k_cache, pages.v_cache, pages.table, starts, pages.lens, scale, **options)
     check(actual, torch.cat(expected), pages)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_chunks_without_tokens_and_rows_of_no_chunk_change_nothing(
+    device: torch.device, window: int | None
+) -> None:
+    """As graphs of small steps pad them: behind the others, with a context of one token on the null page."""
+    chunks, padding = [(17, 17), (5, 69), (1, 1)], 5
+    pages = Pages([context for _, context in chunks], 2, 64, 16, torch.float32, device)
+    pages.k_cache[0] = pages.v_cache[0] = 1e30
+    starts = torch.tensor([0] + [chunk for chunk, _ in chunks], device=device).cumsum(0)
+    q = 2 * torch.randn(64, 8, 64, device=device)
+    output = torch.full_like(q, 7.0)
+    table = torch.cat((pages.table, pages.table.new_zeros(padding, pages.table.shape[1])))
+    padded_starts = torch.cat((starts, starts[-1:].expand(padding)))
+    lens = torch.cat((pages.lens, pages.lens.new_ones(padding)))
+    caches = pages.k_cache, pages.v_cache
+    attend_chunks(q, *caches, table, padded_starts, lens, 0.125, window=window, output=output)
+    count = int(starts[-1])
+    expected = attend_chunks(q[:count], *caches, pages.table, starts, pages.lens, 0.125, window=window)
+    assert torch.equal(output[:count], expected)
+    assert (output[count:] == 7).all()

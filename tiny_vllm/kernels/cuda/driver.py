@@ -21,6 +21,26 @@ LOCAL_SIZE_BYTES = 3
 NUM_REGS = 4
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+# Number of a CUlaunchAttributeID, see `LaunchConfig`.
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h; of its union of 64 bytes only an int is used."""
+
+    _fields_ = (("id", ctypes.c_int), ("gap", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 def architecture(device: torch.device) -> str:
@@ -52,23 +72,31 @@ class CudaFunction:
         arguments: Sequence[Any],
         *,
         cooperative: bool = False,
+        pdl: bool = False,
         stream: int | None = None,
     ) -> None:
         """Run the kernel once on `grid` blocks of `block` threads.
 
         arguments: ctypes values or structures, one for each parameter of the kernel, of exactly its type (a
         pointer is a `c_void_p` of `tensor.data_ptr()`): nothing checks them. cooperative: all blocks run at
-        the same time, or the launch is refused; kernels whose blocks wait for one another need it. stream:
-        default torch's current one. The calling thread must use this device at the time.
+        the same time, or the launch is refused; kernels whose blocks wait for one another need it. pdl: may
+        start before the preceding kernel ends (see `triton_support`), not with cooperative. stream: default
+        torch's current one. The calling thread must use this device at the time.
         Raises DriverError if the driver refuses; faults inside the kernel show up later, in torch.
         """
-        self.prepare(arguments, grid=grid, block=block, cooperative=cooperative).launch(stream)
+        self.prepare(arguments, grid=grid, block=block, cooperative=cooperative, pdl=pdl).launch(stream)
 
     def prepare(
-        self, arguments: Sequence[Any], *, grid: int, block: int, cooperative: bool = False
+        self,
+        arguments: Sequence[Any],
+        *,
+        grid: int,
+        block: int,
+        cooperative: bool = False,
+        pdl: bool = False,
     ) -> PreparedLaunch:
         """The same launch to be made many times; see PreparedLaunch."""
-        return PreparedLaunch(self, self._handle, tuple(arguments), grid, block, cooperative)
+        return PreparedLaunch(self, self._handle, tuple(arguments), grid, block, cooperative, pdl)
 
 
 class PreparedLaunch:
@@ -86,6 +114,7 @@ class PreparedLaunch:
         grid: int,
         block: int,
         cooperative: bool,
+        pdl: bool,
     ) -> None:
         self.function = function
         self.arguments = arguments
@@ -93,6 +122,15 @@ class PreparedLaunch:
         pointers = [ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments]
         parameters = (ctypes.c_void_p * len(arguments))(*pointers)
         self._device = function.device
+        self._config = None
+        if pdl:
+            assert not cooperative
+            self._attribute = LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+            self._attribute.value[0] = 1
+            sizes = (grid, 1, 1, block, 1, 1, function.shared_bytes)
+            self._config = LaunchConfig(*sizes, None, ctypes.pointer(self._attribute), 1)
+            self._launch_configured, self._handle = driver.cuLaunchKernelEx, handle
+            self._parameters = parameters
         self._entry = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         self._head = (handle, *map(ctypes.c_uint, (grid, 1, 1, block, 1, 1, function.shared_bytes)))
         self._tail = (parameters,) if cooperative else (parameters, None)
@@ -101,7 +139,12 @@ class PreparedLaunch:
         """Launch with the arguments' present values. stream: default torch's current one."""
         if stream is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
-        status = self._entry(*self._head, ctypes.c_void_p(stream), *self._tail)
+        if self._config is None:
+            status = self._entry(*self._head, ctypes.c_void_p(stream), *self._tail)
+        else:
+            self._config.stream = stream
+            config = ctypes.byref(self._config)
+            status = self._launch_configured(config, self._handle, self._parameters, None)
         if status != 0:
             raise _error(f"the kernel {self.function.name} cannot be launched", status)
 

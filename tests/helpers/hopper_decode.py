@@ -1,0 +1,104 @@
+"""Runs the Hopper kernel of decode attention on the CPU, see hopper_decode_emulator.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.helpers.hopper_prefill import emulated_map
+from tiny_vllm.kernels.hopper_decode import launch
+from tiny_vllm.kernels.hopper_decode.launch import (
+    Params,
+    Shape,
+    Variant,
+    Workspace,
+    make_params,
+    part_floats,
+    shape_of,
+    shared_bytes,
+)
+
+HERE = Path(__file__).parent
+
+
+class Written(ctypes.Structure):
+    """`emulated::Written`."""
+
+    _fields_ = (("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
+@functools.cache
+def emulated_library(shape: Shape, variant: Variant, mistake: tuple[str, str] | None) -> ctypes.CDLL:
+    attention = (Path(launch.__file__).parent / "attention.cu").read_text(encoding="utf-8")
+    if mistake is not None:
+        assert attention.count(mistake[0]) == 1, f"not once in attention.cu: {mistake[0]}"
+        attention = attention.replace(*mistake)
+    files = ("hopper_emulator.h", "hopper_decode_emulator.h", "hopper_decode_entry.h")
+    parts = [(HERE / name).read_text(encoding="utf-8") for name in files]
+    parts.insert(2, attention)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "emulated.so"
+        options = [f"-D{name}={value}" for name, value in launch.macros(shape, variant).items()]
+        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+        compiled = subprocess.run(
+            [*command, *options], input="\n".join(parts), capture_output=True, text=True
+        )
+        assert compiled.returncode == 0, compiled.stderr[:4000]
+        library = ctypes.CDLL(str(path))
+    library.run_emulated.restype = ctypes.c_char_p
+    assert library.size_of_params() == ctypes.sizeof(Params)
+    return library
+
+
+def attend_emulated(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    variant: Variant,
+    table_rows: Tensor | None = None,
+    late: Sequence[Tensor] = (),
+    blocks: int = 5,
+    seed: int = 0,
+    mistake: tuple[str, str] | None = None,
+) -> Tensor:
+    """As `attend`, on the CPU. late: contiguous tensors, or rows of them, that are NaN until the preceding
+    kernel is complete. mistake: a text of attention.cu and what to put in its place.
+
+    Raises RuntimeError when a rule of the device is broken."""
+    shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
+    library = emulated_library(shape, variant, mistake)
+    output = torch.full_like(q, torch.nan)
+    workspace = Workspace(
+        torch.full((blocks, part_floats(q.shape[2])), torch.nan), torch.zeros(blocks, dtype=torch.int32)
+    )
+    params = make_params(
+        output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant,
+        encode=emulated_map,
+    )  # fmt: skip
+    # Aligned as the device's parameters are.
+    space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
+    place = -(-ctypes.addressof(space) // 64) * 64
+    ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
+    copies = [tensor.clone() for tensor in late]
+    written = (Written * len(copies))(
+        *(
+            (tensor.data_ptr(), copy.data_ptr(), copy.nbytes)
+            for tensor, copy in zip(late, copies, strict=True)
+        )
+    )
+    size = shared_bytes(shape, variant)
+    problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed, written, len(copies))
+    if problem:
+        raise RuntimeError(problem.decode())
+    return output

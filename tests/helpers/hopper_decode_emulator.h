@@ -1,0 +1,133 @@
+// What hopper_decode/instructions.cu adds, for hopper_emulator.h, which stands before it. The instructions of a
+// warp are computed by the last lane to come.
+//
+// What the preceding kernel writes is NaN until a thread of the block has waited for it.
+
+namespace emulated {
+
+struct Written {
+  u8* target;
+  const u8* source;
+  u64 bytes;
+};
+inline const Written* written;
+inline int num_written;
+inline bool predecessor_is_complete;
+
+inline void forget_predecessor() {
+  predecessor_is_complete = false;
+  for (int i = 0; i < num_written; ++i) memset(written[i].target, 0xff, written[i].bytes);
+}
+
+struct Blocks {
+  u32* registers;
+  u32 address;
+};
+inline u16 value_of(const u32* word, int half) { return (u16)(*word >> half * 16); }
+inline void set_value(u32* word, int half, u16 value) {
+  *word = (*word & (half ? 0xffffu : 0xffff0000u)) | (u32)value << half * 16;
+}
+
+inline void load_four_blocks(u32 (&blocks)[4], u32 address, bool is_transposed) {
+  check(address % 16 == 0, "an unaligned row");
+  Blocks own{blocks, address};
+  meet((u64)&own, [is_transposed] {
+    // The others' deposits, and this lane's, are complete when this runs.
+    const u64* lanes = warps[self->index / 32].deposited;
+    for (int block = 0; block < 4; ++block)
+      for (int row = 0; row < 8; ++row) {
+        const u32 from = ((const Blocks*)lanes[block * 8 + row])->address;
+        for (int column = 0; column < 8; ++column) {
+          u16 value;
+          memcpy(&value, at(from + column * 2, 2), 2);
+          const int r = is_transposed ? column : row, c = is_transposed ? row : column;
+          set_value(((const Blocks*)lanes[r * 4 + c / 2])->registers + block, c % 2, value);
+        }
+      }
+  });
+}
+
+struct Operands {
+  float* d;
+  const u32* a;
+  u32 b[2];
+};
+
+}  // namespace emulated
+
+inline void launch_dependents() {}
+inline void wait_for_predecessor() {
+  // It lasts a while: others may go on.
+  for (int rounds = emulated::dice() % 300; rounds > 0 && !emulated::predecessor_is_complete; --rounds) {
+    int asked = 0;
+    emulated::until([&asked] { return ++asked > 1; });
+  }
+  if (emulated::predecessor_is_complete) return;
+  emulated::predecessor_is_complete = true;
+  for (int i = 0; i < emulated::num_written; ++i) {
+    const emulated::Written& part = emulated::written[i];
+    memcpy(part.target, part.source, part.bytes);
+  }
+}
+inline u64 streaming_policy() { return 0; }
+inline void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier, u64) {
+  emulated::enqueue(target, map, x, y, z, barrier);
+}
+inline void copy_run(u32 target, const void* source, u32 bytes, u32 barrier) {
+  emulated::check(target % 16 == 0 && (uintptr_t)source % 16 == 0 && bytes % 16 == 0, "an unaligned copy");
+  memset(emulated::at(target, bytes), 0xff, bytes);
+  emulated::copies.push_back({target, {}, {}, barrier, (const u8*)source, bytes});
+}
+inline void warp_sync() { emulated::meet(0); }
+inline void load_blocks(u32 (&blocks)[4], u32 address) { emulated::load_four_blocks(blocks, address, false); }
+inline void load_blocks_transposed(u32 (&blocks)[4], u32 address) {
+  emulated::load_four_blocks(blocks, address, true);
+}
+inline u32 transpose(u32 block) {
+  const u64* lanes = emulated::meet(block);
+  const int lane = emulated::self->index % 32, row = lane / 4, column = lane % 4 * 2;
+  u32 transposed = 0;
+  for (int half = 0; half < 2; ++half) {
+    const u32 word = (u32)lanes[(column + half) * 4 + row / 2];
+    emulated::set_value(&transposed, half, emulated::value_of(&word, row % 2));
+  }
+  return transposed;
+}
+inline void multiply_blocks(float (&d)[4], const u32 (&a)[4], u32 upper, u32 lower) {
+  emulated::Operands own{d, a, {upper, lower}};
+  emulated::meet((u64)&own, [] {
+    using namespace emulated;
+    const u64* lanes = warps[self->index / 32].deposited;
+    auto of = [&](int lane) -> const Operands& { return *(const Operands*)lanes[lane]; };
+    for (int row = 0; row < 16; ++row)
+      for (int column = 0; column < 8; ++column) {
+        float& sum = of(row % 8 * 4 + column / 2).d[row / 8 * 2 + column % 2];
+        for (int term = 0; term < 16; ++term) {
+          const int lane = term % 8 / 2;
+          const u16 left = value_of(of(row % 8 * 4 + lane).a + row / 8 + term / 8 * 2, term % 2);
+          const u16 right = value_of(of(column * 4 + lane).b + term / 8, term % 2);
+          sum += widen(left) * widen(right);
+        }
+      }
+  });
+}
+
+inline void store_shared_floats(u32 address, const float (&values)[4]) {
+  emulated::check(address % 16 == 0, "an unaligned store");
+  memcpy(emulated::at(address, 16), values, 16);
+}
+inline void load_shared_floats(float (&values)[4], u32 address) {
+  emulated::check(address % 16 == 0, "an unaligned load");
+  memcpy(values, emulated::at(address, 16), 16);
+}
+inline void store_floats(float* place, const float (&values)[4]) { memcpy(place, values, 16); }
+inline void load_floats(float (&values)[4], const float* place) { memcpy(values, place, 16); }
+inline void store_word(void* place, u32 word) {
+  emulated::check(emulated::predecessor_is_complete, "a store before the preceding kernel is complete");
+  memcpy(place, &word, 4);
+}
+inline void publish() {}
+inline void raise_flag(u32* flag) { *flag = 1; }
+inline void wait_for_flag(const u32* flag) {
+  emulated::until([flag] { return *flag != 0; });
+}

@@ -1,0 +1,286 @@
+"""The Hopper kernel of decode attention without a GPU: emulated, and as the compiler leaves it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.cubin import resource_usage
+from tests.helpers.hopper_decode import attend_emulated
+from tests.helpers.hopper_prefill import missing_compiler
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.hopper_decode.launch import (
+    VARIANTS,
+    Shape,
+    Variant,
+    macros,
+    num_threads,
+    obstacle,
+    shared_bytes,
+    source,
+)
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
+
+# Of the largest value: weights and the result are rounded once each.
+TOLERANCE = 2**-7
+SHARED_LIMIT = 232448  # bytes a block of an H200 can have
+SHARED_OF_MULTIPROCESSOR, SHARED_OF_SYSTEM = 233472, 1024
+SMALL = {64: Variant(stages=4), 128: Variant(tile=32, stages=4)}
+LENS = {
+    "ragged": [100, 1, 385, 64, 65, 200, 16, 17, 63],
+    "one_token": [1] * 20,
+    "long": [1500],
+    "alike": [128] * 6,
+    "many": [index * 7 % 90 + 1 for index in range(70)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with NaN wherever no sequence owns a cell, and the FP64 answer. late: what the preceding kernel
+    writes, queries and the newest tokens' rows."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    context_lens: Tensor
+    table_rows: Tensor
+    late: list[Tensor]
+    expected: Tensor
+
+    def check(self, blocks: int = 5, seed: int = 0, **options: Any) -> Tensor:
+        actual = attend_emulated(
+            self.q, self.k_cache, self.v_cache, self.page_table, self.context_lens, self.q.shape[2] ** -0.5,
+            table_rows=self.table_rows, late=self.late, blocks=blocks, seed=seed,
+            **({"variant": SMALL[self.q.shape[2]]} | options),
+        )  # fmt: skip
+        size = float(self.v_cache[self.v_cache.isfinite()].abs().max())
+        torch.testing.assert_close(actual.double(), self.expected, rtol=0, atol=TOLERANCE * size)
+        return actual
+
+
+def make_case(
+    lens: list[int],
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype = torch.int64,
+) -> Case:
+    width = -(-max(lens) // page_size) + 1
+    num_pages = sum(-(-length // page_size) for length in lens) + 1
+    free = (torch.randperm(num_pages - 1) + 1).tolist()
+    caches = torch.full((2, num_pages, num_kv_heads, page_size, head_dim), torch.nan).bfloat16()
+    table_rows = torch.randperm(len(lens) + 2)[: len(lens)]
+    page_table = torch.zeros(len(lens) + 2, width, dtype=dtype)
+    q = (2 * torch.randn(len(lens), num_kv_heads * group, head_dim)).bfloat16()
+    expected = torch.empty(q.shape, dtype=torch.float64)
+    late = [q]
+    for index, length in enumerate(lens):
+        both = torch.randn(2, num_kv_heads, length, head_dim).bfloat16()
+        for start in range(0, length, page_size):
+            page = free.pop()
+            page_table[table_rows[index], start // page_size] = page
+            end = min(start + page_size, length)
+            caches[:, page, :, : end - start] = both[:, :, start:end]
+        late += [
+            cache[page, head, (length - 1) % page_size] for cache in caches for head in range(num_kv_heads)
+        ]
+        keys, values = both.double().repeat_interleave(group, 1)
+        scores = torch.einsum("hd,hld->hl", q[index].double(), keys) * head_dim**-0.5
+        expected[index] = torch.einsum("hl,hld->hd", scores.softmax(-1), values)
+    context_lens = torch.tensor(lens, dtype=dtype)
+    return Case(q, *caches, page_table, context_lens, table_rows.to(dtype), late, expected)
+
+
+# lens, group, num_kv_heads, head_dim, page_size, variant
+RUNS: dict[str, tuple[str, int, int, int, int, Variant]] = {
+    "llama_1b": ("ragged", 4, 2, 64, 16, SMALL[64]),
+    "llama_8b": ("ragged", 4, 2, 128, 16, SMALL[128]),
+    "one_token": ("one_token", 4, 3, 64, 16, SMALL[64]),
+    "long": ("long", 8, 1, 64, 64, SMALL[64]),
+    "many": ("many", 2, 2, 64, 32, SMALL[64]),
+}
+SLOW_RUNS: dict[str, tuple[str, int, int, int, int, Variant]] = {
+    **{f"group_{group}": ("ragged", group, 1, 64, 16, SMALL[64]) for group in (1, 3, 5, 7, 8)},
+    "group_7_of_128": ("ragged", 7, 1, 128, 16, SMALL[128]),
+    "pages_of_32": ("ragged", 2, 2, 128, 32, SMALL[128]),
+    "pages_of_48": ("ragged", 4, 1, 64, 48, SMALL[64]),
+    "pages_of_64": ("ragged", 6, 2, 64, 64, SMALL[64]),
+    "pages_of_128": ("ragged", 4, 1, 128, 128, SMALL[128]),
+    "alike": ("alike", 4, 2, 64, 16, SMALL[64]),
+    "tiles_of_32": ("ragged", 4, 2, 64, 64, Variant(tile=32, stages=4)),
+    "tiles_of_128": ("ragged", 4, 2, 128, 16, Variant(tile=128, stages=2, warps=2)),
+    "eight_warps": ("ragged", 4, 2, 64, 16, Variant(stages=8, warps=8)),
+    "one_warp": ("ragged", 4, 2, 64, 16, Variant(stages=2, warps=1)),
+    "one_stage": ("ragged", 4, 2, 64, 16, Variant(stages=1, warps=1)),
+    "as_launched_64": ("ragged", 4, 2, 64, 16, VARIANTS[64]),
+    "as_launched_128": ("ragged", 4, 2, 128, 16, VARIANTS[128]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
+def test_the_emulated_kernel_attends_to_the_own_context(run: str) -> None:
+    lens, *sizes, variant = (RUNS | SLOW_RUNS)[run]
+    case = make_case(LENS[lens], *sizes)
+    for seed, blocks in enumerate((1, 2, 5, 13)):
+        case.check(blocks, seed, variant=variant)
+
+
+@needs_compiler
+def test_more_blocks_than_pieces() -> None:
+    make_case([1, 40, 3], 4, 1, 64, 16).check(blocks=9)
+
+
+@needs_compiler
+def test_tables_of_32_bits() -> None:
+    make_case(LENS["ragged"], 4, 2, 64, 16, torch.int32).check()
+
+
+@needs_compiler
+def test_without_rows_sequences_are_the_tables_rows() -> None:
+    case = make_case(LENS["ragged"], 4, 2, 64, 16)
+    own = replace(case, page_table=case.page_table[case.table_rows].contiguous())
+    actual = attend_emulated(
+        own.q, own.k_cache, own.v_cache, own.page_table, own.context_lens, 64**-0.5, variant=SMALL[64]
+    )
+    assert torch.equal(actual, case.check())
+
+
+@needs_compiler
+def test_padding_rows_read_the_null_page_and_change_nothing() -> None:
+    case = make_case([100, 1, 64, 33], 4, 2, 64, 16)
+    first = case.check(blocks=3)
+    # Page 0, where the row's own token may be written at any time.
+    table = torch.cat((case.page_table, torch.zeros_like(case.page_table[:1])))
+    rows = torch.cat((case.table_rows, torch.tensor([len(table) - 1] * 2)))
+    lens = torch.cat((case.context_lens, torch.ones(2, dtype=torch.int64)))
+    q = torch.cat((case.q, torch.full_like(case.q[:2], torch.nan)))
+    actual = attend_emulated(
+        q, case.k_cache, case.v_cache, table, lens, 64**-0.5, variant=SMALL[64], table_rows=rows, blocks=3
+    )
+    torch.testing.assert_close(actual[:4], first, rtol=0, atol=2**-8 * float(first.abs().max()))
+    assert actual[:4].isfinite().all()
+
+
+@needs_compiler
+def test_the_order_of_events_changes_nothing() -> None:
+    case = make_case(LENS["ragged"], 4, 2, 64, 16)
+    first = case.check(seed=0)
+    for seed in range(1, 6):
+        assert torch.equal(case.check(seed=seed), first)
+
+
+MISTAKES = {
+    "tiles_are_read_before_they_come": ("    wait(shared.full(stage), place.parity);\n", ""),
+    "a_stage_is_reused_early": ("        wait(shared.empty(place.index), place.parity ^ 1);\n", ""),
+    "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
+    "the_newest_token_stays": (
+        "put_newest(shared.keys(stage), shared.values(stage), valid - 1, slot + QUERY_BYTES)",
+        "warp_sync()",
+    ),
+    "values_behind_the_context_stay": ("      clear_values(shared.values(stage), valid);\n", ""),
+}
+SLOW_MISTAKES = {
+    "a_slot_is_reused_early": ("      wait(shared.slot_empty(place.index), place.parity ^ 1);\n", ""),
+    "a_slot_is_read_before_it_comes": ("      wait(shared.slot_full(place.index), place.parity);\n", ""),
+    "a_slot_is_never_free": ("      release(shared.slot_empty(place.index));\n", ""),
+    "a_stage_is_never_free": ("    release(shared.empty(stage));\n", ""),
+    "a_part_is_read_before_it_comes": (
+        "        wait(shared.parts_full(place.index), place.parity);\n",
+        "",
+    ),
+    "a_part_is_replaced_early": (
+        "          wait(shared.part_empty(warp), (given++ & 1) ^ 1);\n",
+        "",
+    ),
+    "parts_are_not_counted": ("(given++ & 1) ^ 1", "1"),
+    "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_pieces);\n", ""),
+    "positions_behind_the_context_count": ("add_tile<true>(stage, valid)", "add_tile<true>(stage, TILE)"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+)
+def test_the_emulation_notices_mistakes(name: str) -> None:
+    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    case = make_case(LENS["ragged"] * 3, 4, 2, 64, 16)
+    with pytest.raises(
+        (RuntimeError, AssertionError), match=r"deadlock|barrier|copy|preceding|Tensor-likes are not close"
+    ):
+        for seed in range(3):
+            case.check(blocks=4, seed=seed, mistake=mistake)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(head_dim=96), "the head size 96"),
+        (dict(page_size=8), "the page size 8"),
+        (dict(dtype=torch.float16), r"the cache's type torch\.float16"),
+        (dict(num_heads=32), "16 query heads per KV head"),
+        (dict(sequences=15), "15 sequences"),
+        (dict(sequences=1025), "1025 sequences"),
+        (dict(table=torch.int16), "tables are not of integers"),
+        (dict(rows=torch.int32), "are of two types"),
+        (dict(scale=-1.0), "the scale -1"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_named(changes: dict[str, Any], reason: str) -> None:
+    def find(
+        head_dim: int = 64,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        num_heads: int = 16,
+        sequences: int = 64,
+        table: torch.dtype = torch.int32,
+        rows: torch.dtype = torch.int64,
+        scale: float = 0.1,
+    ) -> str | None:
+        cache = torch.zeros(5, 2, page_size, head_dim, dtype=dtype)
+        lens = torch.ones(sequences, dtype=torch.int64)
+        return obstacle(
+            num_heads, cache, cache, torch.zeros(sequences, 4, dtype=table), lens, lens.to(rows), scale
+        )
+
+    assert find() is None
+    found = find(**changes)
+    assert found is not None and re.search(reason, found)
+
+
+def shape(head_dim: int, **changes: Any) -> Shape:
+    fields = dict(
+        head_dim=head_dim, group=4, num_kv_heads=8, page_size=16, table=torch.int64, lens=torch.int64
+    )
+    return Shape(**(fields | changes))
+
+
+COMPILED = {
+    "heads_of_64": shape(64),
+    "heads_of_128": shape(128),
+    "group_8": shape(128, group=8, page_size=32),
+    "tables_of_32_bits": shape(
+        64, group=1, num_kv_heads=3, page_size=48, table=torch.int32, lens=torch.int32
+    ),
+}
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize("name", COMPILED)
+def test_nothing_spills(name: str) -> None:
+    own = COMPILED[name]
+    cubin = compile_cubin(source(), name="decode", defines=macros(own, VARIANTS[own.head_dim]))
+    (usage,) = resource_usage(cubin).values()
+    assert usage.stack_bytes == 0
+    assert usage.registers * num_threads(VARIANTS[own.head_dim]) <= 65536
+    assert shared_bytes(own, VARIANTS[own.head_dim]) <= SHARED_LIMIT

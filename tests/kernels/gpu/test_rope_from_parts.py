@@ -1,0 +1,68 @@
+"""The end of a QKV product as a kernel of its own, against FP64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.gpu.test_attention import TOLERANCES
+from tiny_vllm.kernels.rope_from_parts import HeadNorms, rope_from_parts
+from tiny_vllm.kernels.triton_support import has_pdl
+
+pytestmark = pytest.mark.gpu
+
+# num_heads, num_kv_heads, head_dim, rotary_dim, page_size
+SHAPES = {
+    "llama_1b": (32, 8, 64, 64, 16),
+    "llama_8b": (8, 2, 128, 128, 32),
+    "partial_and_odd": (9, 3, 96, 40, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("splits", "is_normed"), [(1, True), (4, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_norms_rotates_and_writes(
+    device: torch.device, shape: str, splits: int, is_normed: bool, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim, rotary_dim, page_size = SHAPES[shape]
+    count, num_pages = 5, 7
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    parts = torch.randn(splits, count, width, device=device)
+    parts = parts.to(dtype) if splits == 1 else parts
+    bias = torch.randn(width, device=device).to(dtype) if splits > 1 else None
+    angles = torch.arange(50, device=device)[:, None] * torch.rand(rotary_dim // 2, device=device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    context_lens = torch.tensor([1, 50, 17, 30, 2], device=device)
+    cells = torch.randperm(num_pages * page_size, device=device)[:count]
+    norms = None
+    if is_normed:
+        norms = HeadNorms(*(1 + 0.5 * torch.randn(2, head_dim, device=device).to(dtype)), 1e-5)
+    caches = torch.full((2, num_pages, num_kv_heads, page_size, head_dim), torch.nan, device=device).to(dtype)
+    zeros = torch.full((132 + 8,), 7, dtype=torch.int32, device=device)
+
+    q = rope_from_parts(
+        parts, bias, cos_sin, context_lens, cells, caches[0], caches[1], num_heads, head_norms=norms,
+        zeros=zeros[:132], pdl=has_pdl(device),
+    )  # fmt: skip
+
+    qkv = parts.double().sum(0) + (0 if bias is None else bias.double())
+    expected = list(qkv.view(count, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1))
+    cos, sin = cos_sin[context_lens - 1].double()[:, None].chunk(2, -1)
+    for index, weight in enumerate(() if norms is None else (norms.q, norms.k)):
+        x = expected[index]
+        expected[index] = x * torch.rsqrt(x.square().mean(-1, True) + 1e-5) * weight.double()
+    for index in range(2):
+        x = expected[index]
+        first, second, rest = x.split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], -1)
+        expected[index] = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    where = (cells // page_size, slice(None), cells % page_size)
+    written: list[Tensor] = [q, caches[0][where], caches[1][where]]
+    for actual, wanted in zip(written, expected, strict=True):
+        atol = TOLERANCES[dtype] / 2 * float(wanted.abs().max())
+        torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=atol)
+    for cache in caches:
+        cache[where] = torch.nan
+        assert cache.isnan().all()
+    assert zeros.tolist() == [0] * 132 + [7] * 8

@@ -1,0 +1,538 @@
+// Decode attention for Hopper at large batches: what paged_decode_attention.py describes, with BF16 values
+// and heads of 64 or 128. Memory-bound, so what matters is that every multiprocessor always has enough reads
+// under way, and that all of them end at the same time.
+//
+// A pair is a sequence and a KV head; its context is read in pieces of PIECE positions, each a part of a
+// page. All pieces of all pairs, one after another, are cut evenly among the blocks, whatever the lengths: a
+// block begins and ends anywhere in a pair. What it has of a pair is a segment, and it reads a segment in
+// tiles of TILE positions. Each warp works out by itself, from the context lengths, what its block has to do.
+//
+// Two warps copy keys and values (TMA) into a ring of STAGES tiles, without a break between pairs. They do
+// not wait for the preceding kernel: of what it writes, only the newest token's key and value are read, and
+// these come another way. A third warp waits, and then copies each segment's queries and its newest key and
+// value. WARPS warps compute, each a whole tile on its own:
+//
+//     scores [TILE, 8 heads] = keys q^T     weights = 2^(scores - maximum)     output^T += values^T weights
+//
+// Positions, and then the values' columns, are the 16 rows of the tensor cores' products, and the up to 8
+// query heads of the KV head are the 8 columns: nothing is padded with more than heads. Keys and values are
+// left operands as they lie in shared memory (the copies permute 16-byte pieces of its rows of 128 bytes by
+// the row, so that 8 rows are 8 different banks), and scores turn into right operands within registers.
+//
+// Outputs are joined in an order that depends on the lengths only. At a segment's end the warp of the last
+// tile adds what the other warps have, and where a pair is shared among blocks, the first of them, whose last
+// segment it is, adds what the others left in memory: it was their first segment, so it has been there for
+// long, unless a context is so long that a block has no other.
+//
+// Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (0), TILE, STAGES, WARPS, BLOCKS (of a multiprocessor),
+// SEQUENCES (at most), WATCHDOG_NS; TABLE and LENS are integer types.
+
+constexpr int PIECES_OF_32 = PAGE_SIZE % 32 == 0 ? 32 : 16;
+constexpr int PIECE = PAGE_SIZE % 64 == 0 && TILE % 64 == 0 ? 64 : PIECES_OF_32;
+constexpr int PIECES = TILE / PIECE;            // of a tile
+constexpr int PAGE_PIECES = PAGE_SIZE / PIECE;  // of a page
+constexpr int SPANS = HEAD_DIM / 64;            // of 128 bytes
+constexpr int STEPS = HEAD_DIM / 16;            // of a product over a head
+constexpr int BLOCKS_OF_16 = TILE / 16;
+constexpr int COPYING_WARPS = 3, SLOTS = 4;
+constexpr int THREADS = (WARPS + COPYING_WARPS) * 32;
+constexpr u32 ROW_BYTES = HEAD_DIM * 2;
+constexpr u32 PIECE_BYTES = PIECE * ROW_BYTES, TILE_BYTES = TILE * ROW_BYTES;
+constexpr u32 QUERY_BYTES = GROUP * ROW_BYTES, SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES;
+// Of a warp's or a block's part of an output: STEPS times four floats of each lane, maxima and sums.
+constexpr int PART_FLOATS = (STEPS + 1) * 32 * 4;
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
+static_assert(TILE % 32 == 0 && TILE <= 128 && PAGE_SIZE % 16 == 0, "whole pieces");
+static_assert(GROUP <= 8, "columns of a product");
+static_assert((WARPS & (WARPS - 1)) == 0, "warps take turns");
+// A wait cannot tell a phase from the one before the last: whoever waits for one must have seen the one
+// before.
+static_assert(STAGES % WARPS == 0, "a stage belongs to one warp");
+
+struct alignas(64) Params {
+  TensorMap k, v;  // boxes: 64 columns, PIECE rows, SPANS
+  const u16* q;    // [num_sequences][KV_HEADS][GROUP][HEAD_DIM]
+  u16* output;     // the same
+  const u16 *k_cache, *v_cache;
+  const TABLE* page_table;   // [rows][table_width]
+  const LENS* context_lens;  // [num_sequences]
+  const LENS* table_rows;    // [num_sequences], or null: 0, 1, 2, ..
+  float* parts;              // [blocks][PART_FLOATS]
+  u32* flags;                // [blocks], 0
+  float factor;              // of the scores, for base 2
+  int table_width, num_sequences;
+};
+
+// Where things lie in shared memory.
+struct Shared {
+  u32 base;
+  DEV Shared() : base((shared_base() + 1023) / 1024 * 1024) {}
+  DEV u32 keys(int stage) const { return base + stage * TILE_BYTES; }
+  DEV u32 values(int stage) const { return keys(STAGES + stage); }
+  // A segment's queries, its newest key, its newest value.
+  DEV u32 slot(int index) const { return keys(2 * STAGES) + index * SLOT_BYTES; }
+  DEV u32 part(int warp) const { return slot(SLOTS) + warp * PART_FLOATS * 4; }
+  DEV u32 context_len(int sequence) const { return part(WARPS) + sequence * 4; }
+  DEV u32 barrier(int index) const { return context_len(SEQUENCES) + index * 8; }
+  DEV u32 full(int stage) const { return barrier(stage); }
+  DEV u32 empty(int stage) const { return barrier(STAGES + stage); }
+  DEV u32 slot_full(int index) const { return barrier(2 * STAGES + index); }
+  DEV u32 slot_empty(int index) const { return barrier(2 * STAGES + SLOTS + index); }
+  DEV u32 parts_full(int index) const { return barrier(2 * STAGES + 2 * SLOTS + index); }
+  DEV u32 part_empty(int warp) const { return barrier(2 * STAGES + 3 * SLOTS + warp); }
+};
+
+// Where in a ring the thing of this number is, and the parity of the "full" barrier that it completes.
+template <int SIZE>
+struct Place {
+  int index;
+  u32 parity;
+  DEV explicit Place(u32 number) : index(number % SIZE), parity(number / SIZE & 1) {}
+};
+
+// A block's share of a pair, in pieces; count: of the pair.
+struct Segment {
+  int sequence, kv_head, context_len, begin, end, count;
+  DEV int num_tiles() const { return (end - begin + PIECES - 1) / PIECES; }
+  DEV bool has_newest() const { return end == count; }
+};
+
+// The sum up to this lane's value, and with it.
+DEV int sum_up(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = shift_up(value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+DEV int count_pieces(int context_len) { return (context_len + PIECE - 1) / PIECE; }
+
+// The first of a block's pieces.
+DEV int first_piece(int total, int block) { return (int)((i64)total * block / num_blocks()); }
+
+// The segments of a block in order, each warp for itself.
+struct Walk {
+  const Shared& shared;
+  int total = 0, left = 0;  // pieces of all blocks, of this one
+  int sequence = 0, kv_head = 0, begin = 0;
+
+  DEV Walk(const Params& p, const Shared& shared, int lane) : shared(shared) {
+    const int share = (p.num_sequences + 31) / 32;
+    int own = 0;
+    for (int s = lane * share; s < min((lane + 1) * share, p.num_sequences); ++s)
+      own += count_pieces(load_shared(shared.context_len(s)));
+    const int with = sum_up(own, lane), before = with - own;
+    total = (int)broadcast(with, 31) * KV_HEADS;
+    const int first = first_piece(total, block_index());
+    left = first_piece(total, block_index() + 1) - first;
+    if (left == 0) return;
+    // Pieces of a sequence, if it had one head.
+    int piece = first / KV_HEADS;
+    const int holder = 31 - leading_zeros(votes(piece >= before));
+    piece -= (int)broadcast(before, holder);
+    sequence = holder * share;
+    int count = count_pieces(load_shared(shared.context_len(sequence)));
+    while (piece >= count) {
+      piece -= count;
+      count = count_pieces(load_shared(shared.context_len(++sequence)));
+    }
+    const int rest = first - (first / KV_HEADS - piece) * KV_HEADS;
+    kv_head = rest / count;
+    begin = rest % count;
+  }
+
+  DEV bool next(Segment& segment) {
+    if (left == 0) return false;
+    segment.sequence = sequence, segment.kv_head = kv_head;
+    segment.context_len = load_shared(shared.context_len(sequence));
+    segment.count = count_pieces(segment.context_len);
+    segment.begin = begin, segment.end = min(segment.count, begin + left);
+    left -= segment.end - begin;
+    begin = 0;
+    if (++kv_head == KV_HEADS) kv_head = 0, ++sequence;
+    return true;
+  }
+};
+
+DEV const TABLE* pages_of(const Params& p, int sequence) {
+  const i64 row = p.table_rows == nullptr ? sequence : (i64)load_constant(p.table_rows + sequence);
+  return p.page_table + row * p.table_width;
+}
+
+// Up to 32 pieces of a segment, one a lane. The page is loaded long before it is needed.
+struct Batch {
+  TABLE page;
+  int row, count;  // the piece's first row in the page, of all heads
+
+  DEV Batch(const Params& p, Walk& walk, Segment& segment, int lane) : page(0), row(0), count(0) {
+    if (segment.begin == segment.end && !walk.next(segment)) return;
+    count = min(segment.end - segment.begin, 32);
+    const int piece = segment.begin + min(lane, count - 1);
+    page = load_constant(pages_of(p, segment.sequence) + piece / PAGE_PIECES);
+    row = segment.kv_head * PAGE_SIZE + piece % PAGE_PIECES * PIECE;
+    segment.begin += count;
+  }
+};
+
+// All keys or all values of a block. One thread copies, and the compiler knows that by `is_elected`.
+template <bool KEYS>
+DEV void produce_tiles(const Params& p, const Shared& shared, int lane) {
+  Walk walk(p, shared, lane);
+  Segment segment = {};
+  const u64 policy = streaming_policy();
+  u32 number = 0;
+  Batch batch(p, walk, segment, lane);
+  while (batch.count > 0) {
+    const Batch next(p, walk, segment, lane);
+    const int row = (int)batch.page * (KV_HEADS * PAGE_SIZE) + batch.row;
+    for (int first = 0; first < batch.count; first += PIECES, ++number) {
+      const Place<STAGES> place(number);
+      int rows[PIECES];
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i) rows[i] = (int)broadcast(row, first + i);
+      if (is_elected()) {
+        const int count = min(batch.count - first, PIECES);
+        const u32 full = shared.full(place.index);
+        const u32 target = KEYS ? shared.keys(place.index) : shared.values(place.index);
+        wait(shared.empty(place.index), place.parity ^ 1);
+        arrive_expecting(full, count * PIECE_BYTES);
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+          if (i < count) copy_box(target + i * PIECE_BYTES, KEYS ? p.k : p.v, 0, rows[i], 0, full, policy);
+      }
+    }
+    batch = next;
+  }
+}
+
+// What the preceding kernel wrote.
+DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
+  Walk walk(p, shared, lane);
+  wait_for_predecessor();
+  Segment segment;
+  for (u32 round = 0; walk.next(segment); ++round)
+    if (is_elected()) {
+      const Place<SLOTS> place(round);
+      const u32 slot = shared.slot(place.index), full = shared.slot_full(place.index);
+      const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
+      const int newest = segment.context_len - 1;
+      const i64 page = (i64)load_constant(pages_of(p, segment.sequence) + newest / PAGE_SIZE);
+      const i64 row = (page * KV_HEADS + segment.kv_head) * PAGE_SIZE + newest % PAGE_SIZE;
+      wait(shared.slot_empty(place.index), place.parity ^ 1);
+      arrive_expecting(full, segment.has_newest() ? SLOT_BYTES : QUERY_BYTES);
+      copy_run(slot, p.q + pair * (GROUP * HEAD_DIM), QUERY_BYTES, full);
+      if (segment.has_newest()) {
+        copy_run(slot + QUERY_BYTES, p.k_cache + row * HEAD_DIM, ROW_BYTES, full);
+        copy_run(slot + QUERY_BYTES + ROW_BYTES, p.v_cache + row * HEAD_DIM, ROW_BYTES, full);
+      }
+    }
+}
+
+// Where a row of a tile lies, and its 128 bytes of a span.
+DEV constexpr u32 row_place(int position, int span) {
+  return position / PIECE * PIECE_BYTES + span * PIECE * 128 + position % PIECE * 128;
+}
+
+struct Consumer {
+  const Params& p;
+  const Shared& shared;
+  const int warp, lane;
+  u32 given = 0;  // parts that other warps have added
+  u32 queries[STEPS][2];
+  // Of heads 2 c and 2 c + 1 for lane 4 r + c: maximum of raw scores, and this lane's part of the weights'
+  // sum.
+  float maximum[2], total[2];
+  // Columns 16 i + r and 16 i + 8 + r, both for these two heads.
+  float output[STEPS][4];
+
+  DEV Consumer(const Params& p, const Shared& shared, int warp, int lane)
+      : p(p), shared(shared), warp(warp), lane(lane) {}
+
+  // The warp is done with something.
+  DEV void release(u32 barrier) {
+    warp_sync();
+    if (lane == 0) arrive(barrier);
+  }
+
+  DEV void begin(u32 slot) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+      u32 blocks[4];
+      // Heads that are not there compute what head 0 does, and nobody reads it.
+      const int head = lane % 8 < GROUP ? lane % 8 : 0;
+      load_blocks(blocks, slot + head * ROW_BYTES + step * 32 + lane / 8 * 16);
+      queries[step][0] = blocks[0], queries[step][1] = blocks[1];
+      queries[step + 1][0] = blocks[2], queries[step + 1][1] = blocks[3];
+    }
+    maximum[0] = maximum[1] = NEG_INF;
+    total[0] = total[1] = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] = 0;
+  }
+
+  // Zeros for the values from position `valid` on: weight 0 times NaN would be NaN.
+  DEV void clear_values(u32 values, int valid) {
+    for (int i = lane; i < (TILE - valid) * SPANS * 8; i += 32)
+      store_shared_zeros(values + row_place(valid + i / (SPANS * 8), i / 8 % SPANS) + i % 8 * 16);
+  }
+
+  // The newest token's key and value, which may have been written after they were copied.
+  DEV void put_newest(u32 keys, u32 values, int position, u32 newest) {
+    constexpr int PARTS = HEAD_DIM / 8;
+    if (lane < 2 * PARTS) {
+      const int part = lane % PARTS;
+      float words[4];
+      load_shared_floats(words, newest + lane * 16);
+      store_shared_floats(
+          (lane < PARTS ? keys : values) + row_place(position, part / 8) + ((part ^ position) % 8) * 16,
+          words);
+    }
+  }
+
+  DEV void score(float (&scores)[BLOCKS_OF_16][4], u32 keys) {
+    const u32 own = keys + (lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        u32 blocks[4];
+        load_blocks(blocks, (own ^ step % 4 * 32) + row_place(i * 16, step / 4));
+        multiply_blocks(scores[i], blocks, queries[step][0], queries[step][1]);
+      }
+    }
+  }
+
+  // Scores become weights, and what was summed before shrinks. MASKED: only `valid` positions are there.
+  template <bool MASKED>
+  DEV void weigh(float (&scores)[BLOCKS_OF_16][4], int valid) {
+    if constexpr (MASKED)
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_16; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          // They may be NaN: they are replaced, not added to.
+          scores[i][j] = i * 16 + j / 2 * 8 + lane / 4 < valid ? scores[i][j] : NEG_INF;
+    float shrink[2];
+#pragma unroll
+    for (int head = 0; head < 2; ++head) {
+      float highest = max(scores[0][head], scores[0][2 + head]);
+#pragma unroll
+      for (int i = 1; i < BLOCKS_OF_16; ++i)
+        highest = max(highest, max(scores[i][head], scores[i][2 + head]));
+#pragma unroll
+      for (int bit = 4; bit < 32; bit *= 2) highest = max(highest, exchange(highest, bit));
+      // There is a position in every tile, so this is finite unless a score is not.
+      highest = max(highest, maximum[head]);
+      const float base = highest * p.factor;
+      shrink[head] = exp2_fast(multiply_add(maximum[head], p.factor, -base));
+      maximum[head] = highest;
+      float sums[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < BLOCKS_OF_16; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& score = scores[i][half * 2 + head];
+          score = exp2_fast(multiply_add(score, p.factor, -base));
+          sums[half] += score;
+        }
+      total[head] = multiply_add(total[head], shrink[head], sums[0] + sums[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] *= shrink[j % 2];
+  }
+
+  DEV void add_values(const float (&weights)[BLOCKS_OF_16][4], u32 values) {
+    const u32 own = values + (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; ++i) {
+      const u32 upper = transpose(pack(weights[i][0], weights[i][1]));
+      const u32 lower = transpose(pack(weights[i][2], weights[i][3]));
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        u32 blocks[4];
+        load_blocks_transposed(blocks, (own ^ step % 4 * 32) + row_place(i * 16, step / 4));
+        multiply_blocks(output[step], blocks, upper, lower);
+      }
+    }
+  }
+
+  template <bool MASKED>
+  DEV void add_tile(int stage, int valid) {
+    float scores[BLOCKS_OF_16][4];
+    score(scores, shared.keys(stage));
+    weigh<MASKED>(scores, valid);
+    add_values(scores, shared.values(stage));
+  }
+
+  // One tile of the segment whose first position is `start`. slot: the segment's.
+  DEV void take_tile(const Segment& segment, u32 number, int start, u32 slot) {
+    const Place<STAGES> place(number);
+    const int stage = place.index;
+    const int valid = min(segment.context_len, segment.end * PIECE) - start;
+    wait(shared.full(stage), place.parity);
+    if (valid > TILE || (valid == TILE && !segment.has_newest())) {
+      add_tile<false>(stage, TILE);
+    } else {
+      clear_values(shared.values(stage), valid);
+      if (segment.has_newest())
+        put_newest(shared.keys(stage), shared.values(stage), valid - 1, slot + QUERY_BYTES);
+      fence_shared();
+      warp_sync();
+      add_tile<true>(stage, valid);
+    }
+    release(shared.empty(stage));
+  }
+
+  DEV void save_part(u32 place) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) store_shared_floats(place + (i * 32 + lane) * 16, output[i]);
+    const float sums[4] = {maximum[0], maximum[1], total[0], total[1]};
+    store_shared_floats(place + (STEPS * 32 + lane) * 16, sums);
+  }
+  DEV void save_part(float* place) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) store_floats(place + (i * 32 + lane) * 4, output[i]);
+    const float sums[4] = {maximum[0], maximum[1], total[0], total[1]};
+    store_floats(place + (STEPS * 32 + lane) * 4, sums);
+  }
+
+  // load(i, values): four floats of a part.
+  template <class Load>
+  DEV void add_part(const Load& load) {
+    float sums[4], own[2], others[2];
+    load(STEPS, sums);
+#pragma unroll
+    for (int head = 0; head < 2; ++head) {
+      const float base = max(maximum[head], sums[head]) * p.factor;
+      own[head] = exp2_fast(multiply_add(maximum[head], p.factor, -base));
+      others[head] = exp2_fast(multiply_add(sums[head], p.factor, -base));
+      maximum[head] = max(maximum[head], sums[head]);
+      total[head] = multiply_add(total[head], own[head], sums[2 + head] * others[head]);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      float values[4];
+      load(i, values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        output[i][j] = multiply_add(output[i][j], own[j % 2], values[j] * others[j % 2]);
+    }
+  }
+
+  DEV void store_output(const Segment& segment) {
+    float inverse[2];
+#pragma unroll
+    for (int head = 0; head < 2; ++head) {
+      float sum = total[head];
+#pragma unroll
+      for (int bit = 4; bit < 32; bit *= 2) sum += exchange(sum, bit);
+      inverse[head] = reciprocal(sum);
+    }
+    const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
+    u16* row = p.output + (pair * GROUP + lane / 4) * HEAD_DIM + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const u32 left = transpose(pack(output[i][0] * inverse[0], output[i][1] * inverse[1]));
+      const u32 right = transpose(pack(output[i][2] * inverse[0], output[i][3] * inverse[1]));
+      if (lane / 4 < GROUP) store_word(row + i * 16, left), store_word(row + i * 16 + 8, right);
+    }
+  }
+
+  // What other blocks have of a pair that begins here.
+  DEV void add_blocks(const Segment& segment, int total_pieces) {
+    const int end = first_piece(total_pieces, block_index() + 1) - segment.end + segment.count;
+    for (int block = block_index() + 1, first; (first = first_piece(total_pieces, block)) < end; ++block) {
+      if (first == first_piece(total_pieces, block + 1)) continue;
+      wait_for_flag(p.flags + block);
+      const float* part = p.parts + (i64)block * PART_FLOATS + lane * 4;
+      add_part([&](int i, float(&values)[4]) { load_floats(values, part + i * 128); });
+    }
+  }
+
+  DEV void finish(const Segment& segment, int total_pieces) {
+    if (segment.begin == 0) {
+      if (segment.end < segment.count) add_blocks(segment, total_pieces);
+      store_output(segment);
+    } else {
+      save_part(p.parts + (i64)block_index() * PART_FLOATS);
+      publish();
+      warp_sync();
+      if (lane == 0) raise_flag(p.flags + block_index());
+    }
+  }
+
+  DEV void consume() {
+    Walk walk(p, shared, lane);
+    Segment segment;
+    u32 number = 0;
+    for (u32 round = 0; walk.next(segment); ++round) {
+      const Place<SLOTS> place(round);
+      const u32 slot = shared.slot(place.index);
+      const int tiles = segment.num_tiles(), first = (warp - number) % WARPS;
+      const int last = (number + tiles - 1) % WARPS;  // the warp that joins
+      // Also without a tile: a warp that runs ahead would count twice among those that are done with a slot.
+      wait(shared.slot_full(place.index), place.parity);
+      if (first < tiles) {
+        begin(slot);
+        for (int i = first; i < tiles; i += WARPS)
+          take_tile(segment, number + i, segment.begin * PIECE + i * TILE, slot);
+        if (warp != last) {
+          wait(shared.part_empty(warp), (given++ & 1) ^ 1);
+          save_part(shared.part(warp));
+        }
+      }
+      release(shared.parts_full(place.index));
+      if (warp == last) {
+        wait(shared.parts_full(place.index), place.parity);
+        for (int i = 0; i < min(tiles, WARPS); ++i) {
+          const int other = (number + i) % WARPS;
+          if (other == warp) continue;
+          const u32 part = shared.part(other) + lane * 16;
+          add_part([&](int i, float(&values)[4]) { load_shared_floats(values, part + i * 512); });
+          release(shared.part_empty(other));
+        }
+        finish(segment, walk.total);
+      }
+      release(shared.slot_empty(place.index));
+      number += tiles;
+    }
+  }
+};
+
+// Grid: no more blocks than run at the same time, because they wait for each other.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attend_decodes(const __grid_constant__ Params p) {
+  launch_dependents();
+  const Shared shared;
+  const int thread = thread_index(), lane = thread % 32;
+  if (thread == 0) {
+    fetch_map(p.k), fetch_map(p.v);
+    for (int i = 0; i < STAGES; ++i) barrier_init(shared.full(i), 2), barrier_init(shared.empty(i), 1);
+    for (int i = 0; i < SLOTS; ++i) {
+      barrier_init(shared.slot_full(i), 1), barrier_init(shared.slot_empty(i), WARPS);
+      barrier_init(shared.parts_full(i), WARPS);
+    }
+    for (int i = 0; i < WARPS; ++i) barrier_init(shared.part_empty(i), 1);
+    publish_barriers();
+  }
+  for (int i = thread; i < p.num_sequences; i += THREADS)
+    store_shared(shared.context_len(i), (int)load_constant(p.context_lens + i));
+  named_sync(0, THREADS);
+  const int warp = (int)broadcast(thread / 32, 0);
+  if (warp == 0)
+    produce_tiles<true>(p, shared, lane);
+  else if (warp == 1)
+    produce_tiles<false>(p, shared, lane);
+  else if (warp == 2)
+    produce_queries(p, shared, lane);
+  else
+    Consumer(p, shared, warp - COPYING_WARPS, lane).consume();
+}

@@ -1,0 +1,331 @@
+"""Compiles attention.cu for a shape, and launches it.
+
+The arguments are those of `paged_decode_attention.attend_pages`, which asks `obstacle` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
+from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.hopper_prefill.launch import (
+    INTEGERS,
+    LOG2_E,
+    SPAN,
+    WATCHDOG_SECONDS,
+    count_multiprocessors,
+    is_hopper,
+)
+
+# Whether the engine uses it. Not before it has been measured.
+TAKES_HOPPER_DECODE = False
+# Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
+MIN_SEQUENCES = 16
+# Their lengths lie in shared memory.
+MAX_SEQUENCES = 1024
+MAX_GROUP = 8
+COPYING_WARPS, SLOTS = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """tile: positions that a warp takes at a time, 32, 64 or 128. stages: tiles of keys and values in shared
+    memory, a multiple of warps. warps: that compute, a power of two. blocks: per multiprocessor."""
+
+    tile: int = 64
+    stages: int = 12
+    warps: int = 4
+    blocks: int = 1
+
+
+# By head size: 192 KB of keys and values.
+VARIANTS = {64: Variant(tile=64), 128: Variant(tile=32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernel is compiled for. table, lens: types of the integer arguments."""
+
+    head_dim: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    table: torch.dtype
+    lens: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where blocks leave what belongs to another block's pair. parts: FP32. flags: int32, 0 before a launch,
+    which leaves anything there."""
+
+    parts: Tensor
+    flags: Tensor
+
+
+Encode = Callable[[BoxedTensor], bytes]
+
+
+class Params(ctypes.Structure):
+    """`struct Params` of attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_char * MAP_BYTES) for name in ("k_map", "v_map")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("q", "output", "k_cache", "v_cache", "page_table", "context_lens", "table_rows"),
+                *("parts", "flags"),
+            )
+        ),
+        ("factor", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("table_width", "num_sequences")),
+        # The device's structure is as large as its alignment asks.
+        ("rest", ctypes.c_char * 44),
+    )
+
+
+def obstacle(
+    num_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor,
+    scale: float,
+) -> str | None:
+    """Why the kernel cannot take a batch of these, whatever the device; None if it can. table_rows: like
+    context_lens, if there are none."""
+    num_kv_heads, page_size, head_dim = k_cache.shape[1:]
+    num_sequences = len(context_lens)
+    if not k_cache.dtype == v_cache.dtype == torch.bfloat16:
+        return f"the cache's type {k_cache.dtype} is not bfloat16"
+    if head_dim not in VARIANTS:
+        return f"the head size {head_dim} is neither 64 nor 128"
+    if page_size % 16:
+        return f"the page size {page_size} is no multiple of 16"
+    if (group := num_heads // num_kv_heads) > MAX_GROUP:
+        return f"{group} query heads per KV head are more than {MAX_GROUP}"
+    if not MIN_SEQUENCES <= num_sequences <= MAX_SEQUENCES:
+        return f"{num_sequences} sequences are not {MIN_SEQUENCES} to {MAX_SEQUENCES}"
+    if page_table.dtype not in INTEGERS or context_lens.dtype not in INTEGERS:
+        return "tables are not of integers"
+    if table_rows.dtype != context_lens.dtype:
+        return "lengths and rows of the table are of two types"
+    if not scale > 0:
+        return f"the scale {scale} is not positive"
+    if k_cache.numel() // head_dim >= 2**31:
+        return "the cache has 2^31 rows or more"
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1):
+        return "a cache or table is not contiguous"
+    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+        return "an address is no multiple of 16"
+    return None
+
+
+def source() -> str:
+    folder = Path(__file__).parent
+    files = (
+        folder.parent / "hopper_prefill" / "instructions.cu",
+        *(folder / name for name in ("instructions.cu", "attention.cu")),
+    )
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "GROUP": shape.group,
+        "KV_HEADS": shape.num_kv_heads,
+        "PAGE_SIZE": shape.page_size,
+        "HALF": 0,
+        "TILE": variant.tile,
+        "STAGES": variant.stages,
+        "WARPS": variant.warps,
+        "BLOCKS": variant.blocks,
+        "SEQUENCES": MAX_SEQUENCES,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+        "TABLE": INTEGERS[shape.table],
+        "LENS": INTEGERS[shape.lens],
+    }
+
+
+def num_threads(variant: Variant) -> int:
+    return (variant.warps + COPYING_WARPS) * 32
+
+
+def part_floats(head_dim: int) -> int:
+    """Of a warp's or a block's part of an output."""
+    return (head_dim // 16 + 1) * 128
+
+
+def shared_bytes(shape: Shape, variant: Variant) -> int:
+    """Dynamic shared memory of a block: what aligns it, tiles, slots, parts, lengths, barriers."""
+    row = shape.head_dim * 2
+    tiles = 2 * variant.stages * variant.tile * row
+    slots = SLOTS * (shape.group + 2) * row
+    parts = variant.warps * part_floats(shape.head_dim) * 4
+    barriers = 2 * variant.stages + 3 * SLOTS + variant.warps
+    return 1024 + tiles + slots + parts + MAX_SEQUENCES * 4 + barriers * 8
+
+
+def num_blocks(variant: Variant, device: torch.device) -> int:
+    return count_multiprocessors(device) * variant.blocks
+
+
+def make_workspace(k_cache: Tensor, variant: Variant | None = None, *, is_ready: bool) -> Workspace:
+    """is_ready: flags are 0; otherwise that is left to a kernel before."""
+    head_dim, device = k_cache.shape[3], k_cache.device
+    blocks = num_blocks(variant or VARIANTS[head_dim], device)
+    parts = torch.empty(blocks, part_floats(head_dim), dtype=torch.float32, device=device)
+    make = torch.zeros if is_ready else torch.empty
+    return Workspace(parts, make(blocks, dtype=torch.int32, device=device))
+
+
+def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
+    """Raises CompileError or DriverError."""
+    cubin = compile_cubin(source(), name="decode", defines=macros(shape, variant), arch=architecture(device))
+    return load_function(cubin, "attend_decodes", shared_bytes=shared_bytes(shape, variant), device=device)
+
+
+@functools.cache
+def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction | None:
+    """None, after a warning, where the kernel cannot be had."""
+    try:
+        return compile_attention(shape, variant, device)
+    except CudaKernelError as error:
+        warnings.warn(
+            "the Hopper kernel of decode attention cannot be used on this machine; the slower Triton kernel "
+            f"takes its place ({str(error)[:300]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def shape_of(num_heads: int, k_cache: Tensor, page_table: Tensor, context_lens: Tensor) -> Shape:
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    group = num_heads // num_kv_heads
+    return Shape(head_dim, group, num_kv_heads, page_size, page_table.dtype, context_lens.dtype)
+
+
+def takes(
+    num_heads: int,
+    k_cache: Cache,
+    v_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor,
+    scale: float,
+) -> bool:
+    """Whether the engine should have `attend` take a batch of these, with whole contexts and plain scores."""
+    if not (TAKES_HOPPER_DECODE and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        return False
+    tensors = k_cache, v_cache, page_table, context_lens
+    if not is_hopper(k_cache.device) or obstacle(num_heads, *tensors, table_rows, scale) is not None:
+        return False
+    shape = shape_of(num_heads, k_cache, page_table, context_lens)
+    return _compiled(shape, VARIANTS[shape.head_dim], k_cache.device) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_map(encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], piece: int) -> bytes:
+    """shape: of a cache. Boxes are pieces of pages, the spans of a head behind each other."""
+    num_pages, num_kv_heads, page_size, head_dim = shape
+    rows, spans, row = num_pages * num_kv_heads * page_size, head_dim // SPAN, head_dim * dtype.itemsize
+    sizes, steps = (SPAN, rows, spans), (row, SPAN * dtype.itemsize)
+    return encode(BoxedTensor(address, dtype, sizes, steps, (SPAN, piece, spans)))
+
+
+def piece_of(page_size: int, variant: Variant) -> int:
+    """Positions that a copy takes."""
+    return next(piece for piece in (64, 32, 16) if page_size % piece == 0 and variant.tile % piece == 0)
+
+
+def make_params(
+    output: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor | None,
+    scale: float,
+    workspace: Workspace,
+    variant: Variant,
+    encode: Encode = encode_tensor_map,
+) -> Params:
+    """The kernel's argument. encode: makes a tensor map."""
+    piece = piece_of(k_cache.shape[2], variant)
+    maps = b"".join(
+        _page_map(encode, cache.data_ptr(), cache.dtype, cache.shape, piece) for cache in (k_cache, v_cache)
+    )
+    params = Params(
+        q=q.data_ptr(),
+        output=output.data_ptr(),
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+        page_table=page_table.data_ptr(),
+        context_lens=context_lens.data_ptr(),
+        table_rows=None if table_rows is None else table_rows.data_ptr(),
+        parts=workspace.parts.data_ptr(),
+        flags=workspace.flags.data_ptr(),
+        factor=scale * LOG2_E,
+        table_width=page_table.stride(0),
+        num_sequences=len(context_lens),
+    )
+    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
+    ctypes.memmove(ctypes.addressof(params), maps, 2 * MAP_BYTES)
+    return params
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    output: Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+    variant: Variant | None = None,
+) -> Tensor | None:
+    """q [B, Hq, D] -> [B, Hq, D], written to `output` if there is one; None where the kernel cannot be
+    compiled.
+
+    q and output contiguous, on a Hopper GPU, with no `obstacle`. workspace: of `make_workspace`, its flags 0
+    when the preceding kernel is complete; by default one that is filled with zeros here, which pdl cannot
+    overlap. variant: for measurements."""
+    _, _, _, head_dim = k_cache.shape
+    shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
+    variant = variant or VARIANTS[head_dim]
+    function = _compiled(shape, variant, q.device)
+    if function is None:
+        return None
+    output = torch.empty_like(q) if output is None else output
+    assert q.is_contiguous() and output.is_contiguous() and q.dtype == k_cache.dtype
+    assert q.data_ptr() % 16 == 0 and output.data_ptr() % 4 == 0
+    blocks = num_blocks(variant, q.device)
+    if workspace is None:
+        workspace, pdl = make_workspace(k_cache, variant, is_ready=True), False
+    assert len(workspace.flags) == blocks
+    params = make_params(
+        output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant
+    )
+    function.launch(blocks, num_threads(variant), (params,), pdl=pdl)
+    return output
