@@ -30,8 +30,8 @@ from tiny_vllm.cli.bench_rows import RowReport, check_report_options, positive_n
 ROOT = Path(__file__).resolve().parents[1]
 DECODE_LEN = 200
 """Tokens of a running sequence's prompt."""
-WARM_UPS = 4
-"""Of each case: a shape is recorded when it occurs for the second time."""
+WARM_UPS = 8
+"""Of each case: a shape is recorded when it comes for the fourth time."""
 
 
 class TimedRecorder:

@@ -1,5 +1,7 @@
 """One process of raw HTTP clients that all ask for a stream at once, for http_cost.py; prints what they saw.
 
+All are connected before the first asks, and the clock starts with that.
+
     python -m benchmarks.http_burst PORT NUM_REQUESTS NUM_TOKENS NUM_WORDS
 
 Times between events are vLLM's "inter-token latency": of two that arrive in one read, the second counts 0.
@@ -21,8 +23,6 @@ WORDS = (
     *("community", "including", "following", "experience", "university", "international", "department"),
     *("management", "president", "technology", "significant", "environment"),
 )
-PAUSE_SECONDS = 0.001
-"""Between two requests: about what vLLM's client takes to send one."""
 
 
 @dataclass
@@ -57,19 +57,19 @@ def run(port: int, num_requests: int, num_tokens: int, num_words: int) -> dict[s
     rng = random.Random(0)
     requests = [request(rng, num_tokens, num_words) for _ in range(num_requests)]
     selector = selectors.DefaultSelector()
-    streams: list[Stream] = []
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in requests]
     begin = time.perf_counter()
+    streams: list[Stream] = []
     num_open = num_requests
     while num_open:
-        now = time.perf_counter()
-        if len(streams) < num_requests and now >= begin + len(streams) * PAUSE_SECONDS:
-            connection = socket.create_connection(("127.0.0.1", port))
-            stream = Stream(connection, now)
+        if len(streams) < num_requests:
+            connection = connections[len(streams)]
+            stream = Stream(connection, begin)
             connection.sendall(requests[len(streams)])
             connection.setblocking(False)
             selector.register(connection, selectors.EVENT_READ, stream)
             streams.append(stream)
-        for key, _ in selector.select(PAUSE_SECONDS if len(streams) < num_requests else None):
+        for key, _ in selector.select(0 if len(streams) < num_requests else None):
             stream = key.data
             data = stream.connection.recv(1 << 16)
             if data:

@@ -18,6 +18,7 @@ from tiny_vllm import LLM, RequestOutput, SamplingParams
 from tiny_vllm.engine import build
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.runner import Runner
+from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
@@ -199,7 +200,9 @@ def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page(max_m
         max_model_len=max_model_len,
         poison=7.0,
     )
-    build._load_prompt_kernels(paged.decoder, paged.kv_cache, max_model_len)
+    device = torch.device("cpu")
+    table = SlotTable(3, -(-max_model_len // 16), device)
+    build._load_prompt_kernels(paged.decoder, paged.kv_cache, table, max_model_len, device)
     for pages in (paged.kv_cache.k, paged.kv_cache.v):
         assert (pages[:, 1:] == 7).all()
         assert not (pages[:, 0, :, : min(max_model_len, 16)] == 7).any()

@@ -77,7 +77,7 @@ def test_padded_steps_give_the_tokens_of_steps_as_they_are(case: str, ahead: boo
     assert recorder.num_replays > recorder.num_recorded > 3
 
 
-def test_a_shape_is_recorded_when_it_occurs_again(path: str) -> None:
+def test_a_shape_is_recorded_when_it_comes_again(path: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     counts = []
     with open_llm(path) as llm:
@@ -87,6 +87,16 @@ def test_a_shape_is_recorded_when_it_occurs_again(path: str) -> None:
             llm.generate([list(range(start, start + 30))], params, use_tqdm=False)
             counts.append((recorder.num_recorded, recorder.num_replays))
     assert counts == [(0, 0), (1, 1), (1, 2)]
+
+
+def test_a_shape_has_to_earn_its_recording(path: str) -> None:
+    recorder = CountingRecorder()
+    with open_llm(path) as llm:
+        runner = runner_of(llm)
+        graphs = ForwardGraphs(runner._decoder, runner._kv_cache, runner._table, recorder)
+        small, large = plan_of((chunk_of(3),)), plan_of((chunk_of(100),))
+        found = [graphs.choose_shape(plan) is not None for plan in (small, small, large, small, small, large)]
+    assert found == [False, False, False, False, True, False]
 
 
 @contextmanager

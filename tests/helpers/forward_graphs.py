@@ -34,7 +34,8 @@ def runner_of(llm: LLM) -> Runner:
 
 
 def take_graphs(llm: LLM, record: Callable[[Callable[[], None]], Callable[[], None]]) -> ForwardGraphs:
+    """Recording shapes when they come for the second time."""
     runner = runner_of(llm)
-    graphs = ForwardGraphs(runner._decoder, runner._kv_cache, runner._table, record)
+    graphs = ForwardGraphs(runner._decoder, runner._kv_cache, runner._table, record, record_at=2)
     runner._graphs = graphs
     return graphs

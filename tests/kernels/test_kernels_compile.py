@@ -24,6 +24,7 @@ from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.tiled_linear import look_up
+from tiny_vllm.kernels.token_inputs import read_tokens
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
@@ -174,6 +175,8 @@ def test_kernels_for_many_tokens() -> None:
             rms_norm(meta(512, width), meta(width, dtype=torch.float32), 1e-5)
         silu_and_mul(meta(512, 16384))
         embedding(meta(128256, 2048), tokens)
+        slots = meta(256, dtype=torch.int64)
+        read_tokens(tokens, tokens, tokens, slots, slots, meta(256, 100, dtype=torch.int64), 16)
         step = prepare_rope(meta(4096, 64, dtype=torch.float32), tokens, tokens, 8, 16)
         rope_and_cache(meta(512, 3072), step, cache, cache, 32)
         draw_tokens(
@@ -182,7 +185,7 @@ def test_kernels_for_many_tokens() -> None:
             meta(512, 2, dtype=torch.int32),
         )
     check(kernels)
-    assert len(kernels) == 8
+    assert len(kernels) == 9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -26,6 +26,7 @@ from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+from tiny_vllm.kernels.token_inputs import read_tokens
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
@@ -55,6 +56,10 @@ def test_operators_on_tokens() -> None:
         for num_tokens in NUM_TOKENS:
             tokens = meta(num_tokens, dtype=torch.int64)
             embedding(meta(VOCAB, 2048), tokens)
+            # Beside a decode, or none; behind something else of the upload.
+            slots, table = meta(SLOTS + 1, dtype=torch.int64), meta(SLOTS + 1, 100, dtype=torch.int64)
+            parts = uploaded(num_tokens + 1, num_tokens % 2), uploaded(num_tokens, 1), uploaded(num_tokens, 0)
+            read_tokens(*parts, slots, slots, table, 16)
             # A step's last token, and what is scored of a prompt.
             rms_norm(meta(num_tokens + 3, 2048)[3:], meta(2048, dtype=torch.float32), 1e-5)
             silu_and_mul(meta(num_tokens, 16384))
@@ -62,6 +67,7 @@ def test_operators_on_tokens() -> None:
             rope_and_cache(meta(num_tokens, 3072), step, cache, cache, 32)
     assert count(kernels) == {
         "_embedding_kernel": 1,
+        "_read_tokens_kernel": 1,
         "_rms_norm_kernel": 1,
         "_silu_and_mul_kernel": 1,
         "_rope_and_cache_kernel": 1,

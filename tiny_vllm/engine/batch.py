@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tiny_vllm.engine.plan import StepPlan
 from tiny_vllm.engine.slot_table import SlotTable
+from tiny_vllm.kernels.token_inputs import read_tokens
 from tiny_vllm.models.batch import ForwardBatch
 
 
@@ -88,15 +88,21 @@ def build_batch(
     """packed: `pack_batch` on the device. Nothing here depends on its values on the host."""
     slots, token_ids, positions, chunk_slots, starts, context_lens = packed.split(shape.parts)
     decode_slots = slots[: shape.num_decodes]
-    decode_positions = table.all_computed_len[decode_slots]
-    positions = torch.cat((decode_positions, positions))
-    pages = table.all_page_table[slots, positions // page_size]
+    inputs = read_tokens(
+        slots,
+        token_ids,
+        positions,
+        table.all_last_token,
+        table.all_computed_len,
+        table.all_page_table,
+        page_size,
+    )
     return ForwardBatch(
-        token_ids=torch.cat((table.all_last_token[decode_slots], token_ids)),
-        positions=positions,
-        cells=pages * page_size + positions % page_size,
+        token_ids=inputs.tokens,
+        positions=inputs.positions,
+        cells=inputs.cells,
         decode_page_table=table.all_page_table[decode_slots, : shape.decode_width],
-        decode_context_lens=decode_positions + 1,
+        decode_context_lens=inputs.positions[: shape.num_decodes] + 1,
         prefill_page_table=table.all_page_table[chunk_slots, : shape.prefill_width],
         prefill_query_starts=starts,
         prefill_context_lens=context_lens,

@@ -24,10 +24,12 @@ from tiny_vllm.config import (
     page_bytes,
     resolve,
 )
+from tiny_vllm.engine.batch import BatchShape, build_batch, pack_batch
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.decode_stepper import DecodeStepper
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.forward_graphs import MAX_ROWS, ForwardGraphs, GraphRecorder
+from tiny_vllm.engine.plan import Chunk, StepPlan
 from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
@@ -38,7 +40,6 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
-from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.models.experts import MAX_PICKS
@@ -222,7 +223,7 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
             table.page_table, table.computed_len, table.last_token, sampler.stream, sampler.position
         )
         if has_chain:
-            _load_prompt_kernels(decoder, kv_cache, config.max_model_len)
+            _load_prompt_kernels(decoder, kv_cache, table, config.max_model_len, device)
         if compiling is not None:
             steppers += _make_tape(spec, kept, decoder.cos_sin, kv_cache, state, sampler, compiling)
         if has_chain:
@@ -244,22 +245,17 @@ def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | Non
 
 
 @torch.inference_mode()
-def _load_prompt_kernels(decoder: Decoder, kv_cache: KVCache, max_model_len: int) -> None:
+def _load_prompt_kernels(
+    decoder: Decoder, kv_cache: KVCache, table: SlotTable, max_model_len: int, device: torch.device
+) -> None:
     """Compile or load what prompts run through: a prompt of two pages if that is allowed, all of it on the
     null page."""
-    num_tokens = min(2 * kv_cache.page_size, max_model_len)
-    positions = torch.arange(num_tokens, device=kv_cache.k.device)
-    zeros, none = torch.zeros_like(positions), positions[:0]
-    batch = ForwardBatch(
-        token_ids=zeros,
-        positions=positions,
-        cells=positions % kv_cache.page_size,
-        decode_page_table=none.view(0, 1),
-        decode_context_lens=none,
-        prefill_page_table=zeros[: -(-num_tokens // kv_cache.page_size)].view(1, -1),
-        prefill_query_starts=positions[:1].new_tensor([0, num_tokens]),
-        prefill_context_lens=positions[-1:] + 1,
-    )
+    token_ids = (0,) * min(2 * kv_cache.page_size, max_model_len)
+    chunk = Chunk(table.padding_slot, 0, 0, token_ids, samples=True)
+    plan = StepPlan(0, (), (), (), (), (), (chunk,))
+    shape = BatchShape(0, len(token_ids), 1, 0, -(-len(token_ids) // kv_cache.page_size))
+    packed = torch.from_numpy(pack_batch(plan, shape, table.padding_slot)).to(device)
+    batch = build_batch(packed, shape, table, kv_cache.page_size)
     decoder.logits(decoder.forward(batch, kv_cache)[-1:])
 
 

@@ -8,6 +8,7 @@ replay reads of the host is one packed tensor.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,9 @@ CHUNK_BUCKETS = (1, 4, 16, 64, 256, 1024)
 # Tokens that the page tables of decodes have room for, times 4 as often as need be: into how many parts
 # attention splits contexts depends on it.
 MIN_CONTEXT_BUCKET = 1024
-# A graph takes memory for its launches, and tens of milliseconds to record.
+# A graph takes memory for its launches, and as long to record as some steps lose without it: who records at the
+# time when as much has been lost pays at most twice what was needed.
+RECORD_AT = 4
 MAX_GRAPHS = 128
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
@@ -98,17 +101,25 @@ class _Replay:
 class ForwardGraphs:
     """A graph per shape of small steps with prompts.
 
-    A shape is recorded when it occurs for the second time: recording takes as long as several steps, which a
-    shape that never comes again would not earn. record: see `Record`. Once it fails, no more shapes are
-    recorded.
+    record: see `Record`. Once it fails, no more shapes are recorded. record_at: a shape is recorded when it
+    comes for this time; before, its steps run as they are.
     """
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, table: SlotTable, record: Record) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        table: SlotTable,
+        record: Record,
+        *,
+        record_at: int = RECORD_AT,
+    ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._table = table
         self._record: Record | None = record
-        self._seen: set[BatchShape] = set()
+        self._record_at = record_at
+        self._occurrences: Counter[BatchShape] = Counter()
         self._replays: dict[BatchShape, _Replay] = {}
         self._hidden: Tensor | None = None
 
@@ -119,10 +130,9 @@ class ForwardGraphs:
         shape = self._pad(BatchShape.of(plan, self._table))
         if shape is None or shape in self._replays:
             return shape
-        if self._record is None or shape not in self._seen or len(self._replays) >= MAX_GRAPHS:
-            self._seen.add(shape)
-            return None
-        return shape
+        self._occurrences[shape] += 1
+        is_due = self._occurrences[shape] >= self._record_at and len(self._replays) < MAX_GRAPHS
+        return shape if self._record is not None and is_due else None
 
     @torch.inference_mode()
     def forward(self, shape: BatchShape, packed: Tensor) -> Tensor:

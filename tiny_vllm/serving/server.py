@@ -29,6 +29,7 @@ from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
 from tiny_vllm.serving.protocol import limited_protocol
 from tiny_vllm.serving.service import ServedModel, Service
+from tiny_vllm.serving.turnstile import Turnstile
 from tiny_vllm.weights.checkpoint import open_checkpoint
 
 BACKLOG = 2048
@@ -134,7 +135,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         self._service = service
         config = uvicorn.Config(
-            create_app(service, on_engine_end=self._stop_without_engine),
+            Turnstile(create_app(service, on_engine_end=self._stop_without_engine)),
             log_config=None,
             log_level=logging.getLogger("tiny_vllm").getEffectiveLevel() + 10,
             access_log=False,  # ours knows more

@@ -5,8 +5,8 @@ it: so as many sequences as there are slots run, and half of those left end ever
 prompt long enough to leave the paths for a handful of tokens, and a request that filters and penalises:
 penalties are a chain of torch operations whose kernels CUDA loads when they are first used. On a GPU also a
 long prompt beside a sequence that decodes: products and attention of many tokens have kernels of their own.
-Small steps with a prompt are CUDA graphs there, recorded when their shape comes for the second time: those
-of one prompt, alone and beside up to 64 sequences, come twice.
+Small steps with a prompt are CUDA graphs there, recorded when their shape has come some times: those of one
+prompt, alone and beside up to 64 sequences, come that often.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
 
 
 def _visit_shapes(engine: DrivenEngine, config: EngineConfig, room: int) -> None:
-    """Steps of one prompt beside some decodes, that fill each shape of `forward_graphs`, twice."""
+    """Steps of one prompt beside some decodes, that fill each shape of `forward_graphs`, until it is
+    recorded."""
     # What imports it is light without.
-    from tiny_vllm.engine.forward_graphs import DECODE_BUCKETS, ROW_BUCKETS
+    from tiny_vllm.engine.forward_graphs import DECODE_BUCKETS, RECORD_AT, ROW_BUCKETS
 
     assert config.num_pages is not None and config.max_num_seqs and config.max_num_batched_tokens
     is_mixed = config.prefill_policy != "exclusive"
@@ -61,19 +62,19 @@ def _visit_shapes(engine: DrivenEngine, config: EngineConfig, room: int) -> None
             limit = min(limit, config.max_prefill_tokens_per_decode)
         lens = [rows - num_decodes for rows in ROW_BUCKETS if num_decodes < rows <= limit + num_decodes]
         # Of each decode: its prompt, a token a step, and one that is planned ahead.
-        pages_each = -(-(2 * len(lens) + 3) // config.page_size)
+        pages_each = -(-(RECORD_AT * len(lens) + 3) // config.page_size)
         free_pages = config.num_pages - num_decodes * pages_each
         names = [f"decode {index}" for index in range(num_decodes)]
         if not lens or 2 * -(-(lens[0] + 1) // config.page_size) > free_pages:
             continue
         for name in names:
-            _add(engine, name, (0,), replace(GREEDY, max_tokens=2 * len(lens) + 2))
+            _add(engine, name, (0,), replace(GREEDY, max_tokens=RECORD_AT * len(lens) + 2))
         if names:
             engine.step()
         for length in lens:
             # Two of them hold pages at a time where steps are planned ahead.
             if 2 * -(-(length + 1) // config.page_size) <= free_pages:
-                for occurrence in range(2):
+                for occurrence in range(RECORD_AT):
                     _add(engine, f"{length}, {occurrence}", (0,) * length, replace(GREEDY, max_tokens=1))
                     engine.step()
         while engine.has_work:

@@ -230,7 +230,7 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
         (dict(dtype=torch.float16), r"the cache's type torch\.float16"),
         (dict(num_heads=32), "16 query heads per KV head"),
         (dict(sequences=15), "15 sequences"),
-        (dict(sequences=1025), "1025 sequences"),
+        (dict(sequences=513), "513 sequences"),
         (dict(table=torch.int16), "tables are not of integers"),
         (dict(rows=torch.int32), "are of two types"),
         (dict(scale=-1.0), "the scale -1"),

@@ -24,7 +24,7 @@ from tests.models.test_family_devices import spec_of_case
 from tiny_vllm import LLM, SamplingParams
 from tiny_vllm.engine import forward_graphs
 from tiny_vllm.engine.batch import BatchShape, build_batch, pack_batch
-from tiny_vllm.engine.forward_graphs import ForwardGraphs, GraphRecorder, Record
+from tiny_vllm.engine.forward_graphs import RECORD_AT, ForwardGraphs, GraphRecorder, Record
 from tiny_vllm.engine.plan import Chunk, StepPlan
 from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.kernels.triton_support import INTERPRETED
@@ -67,7 +67,7 @@ class Rig:
         self.table.page_table.copy_(pages)
         self.table.num_pages[:] = [width] * 4
         record: Record = (lambda run: run) if device.type == "cpu" else GraphRecorder(device)
-        self.graphs = ForwardGraphs(self.decoder, self.kv_cache, self.table, record)
+        self.graphs = ForwardGraphs(self.decoder, self.kv_cache, self.table, record, record_at=1)
 
     def chunk(self, slot: int, start: int, length: int, seed: int = 0) -> Chunk:
         rng = random.Random(f"{slot} {start} {seed}")
@@ -86,7 +86,6 @@ class Rig:
 
     def replayed(self, plan: StepPlan) -> Tensor:
         """The rows of the step from a graph, which is recorded if need be."""
-        self.graphs.choose_shape(plan)
         shape = self.graphs.choose_shape(plan)
         assert shape is not None
         packed = torch.from_numpy(pack_batch(plan, shape, 4)).to(self.device)
@@ -220,7 +219,7 @@ def test_the_engine_takes_graphs_unless_it_is_eager(tmp_path: Path) -> None:
         )  # fmt: skip
         tokens = []
         with LLM(str(path), **options) as llm:
-            for _ in range(4):
+            for _ in range(RECORD_AT + 2):
                 prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in (400, 3, 90, 250, 64)]
                 chosen = [params[index % 3] for index in range(len(prompts))]
                 outputs = llm.generate(prompts, chosen, use_tqdm=False)

@@ -11,6 +11,7 @@ from tiny_vllm.kernels.qkv_rope_and_cache import _launch_qkv_rope_and_cache
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
+from tiny_vllm.kernels.token_inputs import _launch_read_tokens, read_tokens_ref
 from tiny_vllm.kernels.triton_support import INTERPRETED
 
 pytestmark = pytest.mark.gpu
@@ -149,3 +150,21 @@ def test_qkv_rope_and_cache(
     size_of_terms = float((wide.abs() @ weight.double().abs().T).max()) + 4
     check(actual, heads.turn(q), dtype, size_of_terms)
     heads.check_caches(heads.turn(k), v, dtype, size_of_terms)
+
+
+@pytest.mark.parametrize("page_size", [1, 12, 16])
+@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(0, 1), (3, 0), (5, 300), (130, 7)])
+def test_tokens_positions_and_cells_of_a_step_with_prompts(
+    device: torch.device, num_decodes: int, num_tokens: int, page_size: int
+) -> None:
+    num_slots, width = 9, 40
+    max_len = width * page_size
+    slots = torch.randint(num_slots, (num_decodes + num_tokens,), device=device)
+    tokens = torch.randint(1000, (num_tokens,), device=device)
+    positions = torch.randint(max_len, (num_tokens,), device=device)
+    last_token = torch.randint(1000, (num_slots,), device=device)
+    computed_len = torch.randint(max_len, (num_slots,), device=device)
+    page_table = torch.randint(2**33, (num_slots, width), device=device)
+    arguments = slots, tokens, positions, last_token, computed_len, page_table, page_size
+    actual, expected = _launch_read_tokens(*arguments), read_tokens_ref(*arguments)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))

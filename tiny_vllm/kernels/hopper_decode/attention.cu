@@ -73,7 +73,8 @@ struct Shared {
   DEV u32 slot(int index) const { return keys(2 * STAGES) + index * SLOT_BYTES; }
   DEV u32 part(int warp) const { return slot(SLOTS) + warp * PART_FLOATS * 4; }
   DEV u32 context_len(int sequence) const { return part(WARPS) + sequence * 4; }
-  DEV u32 barrier(int index) const { return context_len(SEQUENCES) + index * 8; }
+  DEV u32 table_row(int sequence) const { return context_len(SEQUENCES + sequence); }
+  DEV u32 barrier(int index) const { return context_len(2 * SEQUENCES) + index * 8; }
   DEV u32 full(int stage) const { return barrier(stage); }
   DEV u32 empty(int stage) const { return barrier(STAGES + stage); }
   DEV u32 slot_full(int index) const { return barrier(2 * STAGES + index); }
@@ -110,7 +111,10 @@ DEV int sum_up(int value, int lane) {
 DEV int count_pieces(int context_len) { return (context_len + PIECE - 1) / PIECE; }
 
 // The first of a block's pieces.
-DEV int first_piece(int total, int block) { return (int)((i64)total * block / num_blocks()); }
+DEV int first_piece(int total, int block) {
+  // total * block / blocks, which might not fit.
+  return total / num_blocks() * block + total % num_blocks() * block / num_blocks();
+}
 
 // The segments of a block in order, each warp for itself.
 struct Walk {
@@ -156,9 +160,8 @@ struct Walk {
   }
 };
 
-DEV const TABLE* pages_of(const Params& p, int sequence) {
-  const i64 row = p.table_rows == nullptr ? sequence : (i64)load_constant(p.table_rows + sequence);
-  return p.page_table + row * p.table_width;
+DEV const TABLE* pages_of(const Params& p, const Shared& shared, int sequence) {
+  return p.page_table + (i64)load_shared(shared.table_row(sequence)) * p.table_width;
 }
 
 // Up to 32 pieces of a segment, one a lane. The page is loaded long before it is needed.
@@ -170,7 +173,7 @@ struct Batch {
     if (segment.begin == segment.end && !walk.next(segment)) return;
     count = min(segment.end - segment.begin, 32);
     const int piece = segment.begin + min(lane, count - 1);
-    page = load_constant(pages_of(p, segment.sequence) + piece / PAGE_PIECES);
+    page = load_constant(pages_of(p, walk.shared, segment.sequence) + piece / PAGE_PIECES);
     row = segment.kv_head * PAGE_SIZE + piece % PAGE_PIECES * PIECE;
     segment.begin += count;
   }
@@ -218,7 +221,7 @@ DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
       const u32 slot = shared.slot(place.index), full = shared.slot_full(place.index);
       const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
       const int newest = segment.context_len - 1;
-      const i64 page = (i64)load_constant(pages_of(p, segment.sequence) + newest / PAGE_SIZE);
+      const i64 page = (i64)load_constant(pages_of(p, shared, segment.sequence) + newest / PAGE_SIZE);
       const i64 row = (page * KV_HEADS + segment.kv_head) * PAGE_SIZE + newest % PAGE_SIZE;
       wait(shared.slot_empty(place.index), place.parity ^ 1);
       arrive_expecting(full, segment.has_newest() ? SLOT_BYTES : QUERY_BYTES);
@@ -523,8 +526,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = 0; i < WARPS; ++i) barrier_init(shared.part_empty(i), 1);
     publish_barriers();
   }
-  for (int i = thread; i < p.num_sequences; i += THREADS)
+  for (int i = thread; i < p.num_sequences; i += THREADS) {
+    const int row = p.table_rows == nullptr ? i : (int)load_constant(p.table_rows + i);
     store_shared(shared.context_len(i), (int)load_constant(p.context_lens + i));
+    store_shared(shared.table_row(i), row);
+  }
   named_sync(0, THREADS);
   const int warp = (int)broadcast(thread / 32, 0);
   if (warp == 0)

@@ -33,8 +33,8 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
 TAKES_HOPPER_DECODE = False
 # Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
 MIN_SEQUENCES = 16
-# Their lengths lie in shared memory.
-MAX_SEQUENCES = 1024
+# Their lengths and rows lie in shared memory.
+MAX_SEQUENCES = 512
 MAX_GROUP = 8
 COPYING_WARPS, SLOTS = 3, 4
 
@@ -172,13 +172,14 @@ def part_floats(head_dim: int) -> int:
 
 
 def shared_bytes(shape: Shape, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, tiles, slots, parts, lengths, barriers."""
+    """Dynamic shared memory of a block: what aligns it, tiles, slots, parts, lengths and rows,
+    barriers."""
     row = shape.head_dim * 2
     tiles = 2 * variant.stages * variant.tile * row
     slots = SLOTS * (shape.group + 2) * row
     parts = variant.warps * part_floats(shape.head_dim) * 4
     barriers = 2 * variant.stages + 3 * SLOTS + variant.warps
-    return 1024 + tiles + slots + parts + MAX_SEQUENCES * 4 + barriers * 8
+    return 1024 + tiles + slots + parts + MAX_SEQUENCES * 8 + barriers * 8
 
 
 def num_blocks(variant: Variant, device: torch.device) -> int:
