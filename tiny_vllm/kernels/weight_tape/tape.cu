@@ -75,24 +75,26 @@ constexpr int OWN_ROWS = OUT_UNITS * 8;  // of the hidden vector
 constexpr int OWN_FF = UP_UNITS * 4;
 constexpr int OWN_VOCAB = HEAD_UNITS * 8;
 
-// Exchange: two buffers of vectors (offsets in values), then words with epochs. The vectors of all tokens
-// consist of what the blocks have of them: a segment per token, one after the other. What blocks have begins
-// 64 bytes apart or more: a line that many read while many write is slow to arrive.
+// Exchange: two buffers of vectors (offsets in values), then words with epochs. A vector consists of the
+// blocks' segments. Segments lie 64 bytes apart or more: a line that many read while many write is slow to
+// arrive.
 template <int SEGMENT_, int SIZE_>
 struct Vector {
   static constexpr int SEGMENT = SEGMENT_, SIZE = SIZE_;
-  static constexpr int PITCH = (TOKENS * SEGMENT + 31) / 32 * 32;
-  static constexpr int VALUES = (SIZE + SEGMENT - 1) / SEGMENT * PITCH;
-  static DEV int place(int token, int i) { return i / SEGMENT * PITCH + token * SEGMENT + i % SEGMENT; }
+  static constexpr int PITCH = (SEGMENT + 31) / 32 * 32;
+  static constexpr int STRIDE =
+      PITCH == SEGMENT ? SIZE : (SIZE + SEGMENT - 1) / SEGMENT * PITCH;  // per token
+  static DEV int place(int i) { return PITCH == SEGMENT ? i : i / SEGMENT * PITCH + i % SEGMENT; }
 };
 constexpr int ATT_SEGMENT = (Q_SIZE / 8 + CTAS - 1) / CTAS * 8;
 using QkvVector = Vector<QKV_UNITS * 8, QKV_SIZE>;
 using AttVector = Vector<ATT_SEGMENT, Q_SIZE>;
 using HiddenVector = Vector<OWN_ROWS, HIDDEN>;
 using FfVector = Vector<(OWN_FF + 7) / 8 * 8 == OWN_FF ? OWN_FF : INTERMEDIATE, INTERMEDIATE>;
-constexpr int X_QKV = 0, X_ATT = X_QKV + QkvVector::VALUES, X_H1 = X_ATT + AttVector::VALUES,
-              X_H2 = X_H1 + HiddenVector::VALUES, X_FF = X_H2 + HiddenVector::VALUES,
-              VECTOR_VALUES = X_FF + FfVector::VALUES;
+constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
+              X_H1 = X_ATT + TOKENS * AttVector::STRIDE, X_H2 = X_H1 + TOKENS * HiddenVector::STRIDE,
+              X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
+              VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
               X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
 static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
@@ -204,11 +206,31 @@ DEV void store_half(u16* p, u16 v) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 }
 DEV bool has_empty(u32 v) { return (v & 0xffffu) == EMPTY || (v >> 16) == EMPTY; }
-DEV void settle(uint4& a, const u16* p) {
+// Whether a value is a NaN: five instructions, and a value that is EMPTY is one.
+DEV bool has_nan(const uint4& a) {
+  u32 is;
+  asm("{\n.reg .b32 t, u;\n.reg .pred p, q;\nmax.NaN.bf16x2 t, %1, %2;\nmax.NaN.bf16x2 u, %3, %4;\n"
+      "max.NaN.bf16x2 t, t, u;\nsetp.nan.bf16x2 p|q, t, t;\nor.pred p, p, q;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(is)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w));
+  return is;
+}
+DEV bool has_empty(const uint4& a) {
+  return has_nan(a) && (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w));
+}
+// Loads what has not arrived again, all of it at once: one after the other, each would be a way to L2 and back.
+template <int N>
+DEV void settle(uint4 (&a)[N], const u16* const (&from)[N]) {
   Watch watch;
-  while (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w)) {
+  while (true) {
+    bool is_empty[N], is_any = false;
+#pragma unroll
+    for (int i = 0; i < N; i++) is_any |= is_empty[i] = has_empty(a[i]);
+    if (!is_any) return;
     watch.failed();
-    a = load_words4((const u32*)p);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (is_empty[i]) a[i] = load_words4((const u32*)from[i]);
   }
 }
 DEV bool has_empty(u64 v) { return has_empty((u32)v) || has_empty((u32)(v >> 32)); }
@@ -238,6 +260,11 @@ DEV float high_half(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 DEV u32 pack_bf16(float low, float high) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEV u32 multiply_pair(u32 a, u32 b) {  // bf16, rounded once
+  u32 r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 DEV float exp2_fast(float x) {
@@ -391,7 +418,7 @@ struct Cleaner {
     for (int i = lane; i < TOKENS * (COUNT / 4); i += 32) {
       const int token = i / (COUNT / 4), value = first + i % (COUNT / 4) * 4;
       if (value < V::SIZE)
-        store_pair((u32*)(start + V::place(token, value)), 0xffffffffu, 0xffffffffu);
+        store_pair((u32*)(start + token * V::STRIDE + V::place(value)), 0xffffffffu, 0xffffffffu);
     }
   }
 
@@ -414,8 +441,8 @@ struct Cleaner {
 struct Consumer {
   const Params& p;
   u8* ring;
-  u8* xs;       // the phase's input vectors, bf16, XS_STRIDE bytes per token
-  float* part;  // partial sums, or attention's scratch
+  u8* xs;       // the phase's input vectors, bf16, XS_STRIDE bytes per token, or attention's scratch
+  float* part;  // partial sums
   Shared& s;
   u32 full, empty;
   int cta;
@@ -553,7 +580,7 @@ struct Consumer {
   // start: one of X_QKV ...
   template <class V>
   DEV void publish(int start, int token, int i, float value) {
-    store_half(vectors() + start + V::place(token, i), (u16)pack_bf16(value, 0.f));
+    store_half(vectors() + start + token * V::STRIDE + V::place(i), (u16)pack_bf16(value, 0.f));
   }
 
   DEV float inverse_rms(int token) {
@@ -573,9 +600,10 @@ struct Consumer {
   // The thread's i-th eight values, in units of eight: those of token `token` from value 8 * k8 on.
   template <int K>
   DEV bool share_of(int i, int columns, int& token, int& k8) {
-    i = t + i * CONSUMERS;
-    token = i / Share<K>::PER_TOKEN;
-    k8 = i % Share<K>::PER_TOKEN;
+    constexpr int PER_TOKEN = Share<K>::PER_TOKEN;
+    const int place = CONSUMERS % PER_TOKEN == 0 ? t : t + i * CONSUMERS;
+    token = place / PER_TOKEN + (CONSUMERS % PER_TOKEN == 0 ? i * (CONSUMERS / PER_TOKEN) : 0);
+    k8 = place % PER_TOKEN;
     return token < TOKENS && k8 * 8 < min(K, columns);
   }
 
@@ -588,15 +616,14 @@ struct Consumer {
       return 0.f;
     }
     float squares = 0.f;
-    u32 values[4] = {a.x, a.y, a.z, a.w};
-    const u32 scales[4] = {weights.x, weights.y, weights.z, weights.w};
+    const u32 values[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float low = low_half(values[i]), high = high_half(values[i]);
       squares += low * low + high * high;
-      values[i] = pack_bf16(low * low_half(scales[i]), high * high_half(scales[i]));
     }
-    *to = make_uint4(values[0], values[1], values[2], values[3]);
+    *to = make_uint4(multiply_pair(a.x, weights.x), multiply_pair(a.y, weights.y),
+                     multiply_pair(a.z, weights.z), multiply_pair(a.w, weights.w));
     return squares;
   }
 
@@ -608,53 +635,58 @@ struct Consumer {
       int token, k8;
       a[j] = make_uint4(0, 0, 0, 0);
       if (share_of<K>(j, columns, token, k8))
-        a[j] = load_words4((const u32*)(start + FfVector::place(token, first + k8 * 8)));
+        a[j] = load_words4((const u32*)(start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8)));
     }
   }
   template <int K>
   DEV void receive(uint4 (&a)[Share<K>::TURNS], const u16* start, int first, int columns) {
+    constexpr int TURNS = Share<K>::TURNS;
+    const u16* from[TURNS];
+    int token, k8;
 #pragma unroll
-    for (int j = 0; j < Share<K>::TURNS; j++) {
-      int token, k8;
-      if (share_of<K>(j, columns, token, k8)) {
-        settle(a[j], start + FfVector::place(token, first + k8 * 8));
-        put8<false>(token, k8, a[j], a[j]);
-      }
+    for (int j = 0; j < TURNS; j++) {
+      share_of<K>(j, columns, token, k8);
+      from[j] = start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8);
     }
+    settle(a, from);
+#pragma unroll
+    for (int j = 0; j < TURNS; j++)
+      if (share_of<K>(j, columns, token, k8)) put8<false>(token, k8, a[j], a[j]);
     consumers_sync();
   }
 
-  // K values per token from value `from` of a vector on (they are waited for), or rows of the embedding, into
+  // K values per token from value `first` of a vector on (they are waited for), or rows of the embedding, into
   // xs, and their sums of squares; returns when all threads' are there. columns: valid ones from there on.
   // `between` runs while the first loads are under way.
   template <class V, int K, bool NORMED, bool EMBEDDING, class Between>
-  DEV void take(const u16* start, int from, const u16* norm, int columns, const Between& between) {
+  DEV void take(const u16* start, int first, const u16* norm, int columns, const Between& between) {
     constexpr int TURNS = Share<K>::TURNS, BATCH = TURNS < 4 ? TURNS : 4;  // loads in flight
+    int token, k8;
 #pragma unroll
-    for (int first = 0; first < TURNS; first += BATCH) {
+    for (int turn = 0; turn < TURNS; turn += BATCH) {
       uint4 a[BATCH], weights[NORMED ? BATCH : 1];
+      const u16* from[BATCH];
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
-        int token, k8;
         a[j] = make_uint4(0, 0, 0, 0);
         if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
-        if (share_of<K>(first + j, columns, token, k8)) {
+        const bool is_mine = share_of<K>(turn + j, columns, token, k8);
+        from[j] = start + token * V::STRIDE + V::place(first + k8 * 8);
+        if (is_mine) {
           if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
           if (EMBEDDING)
             a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
           else
-            a[j] = load_words4((const u32*)(start + V::place(token, from + k8 * 8)));
+            a[j] = load_words4((const u32*)from[j]);
         }
       }
-      if (first == 0) between();
+      if (turn == 0) between();
+      if (!EMBEDDING) settle(a, from);
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
-        int token, k8;
         float squares = 0.f;
-        if (share_of<K>(first + j, columns, token, k8)) {
-          if (!EMBEDDING) settle(a[j], start + V::place(token, from + k8 * 8));
+        if (share_of<K>(turn + j, columns, token, k8))
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
-        }
         if (NORMED && token < TOKENS) {
           squares = warp_sum(squares);
           if (lane == 0) s.sums_of_squares[token * NORM_WARPS + k8 / 32] = squares;
@@ -807,7 +839,7 @@ struct Consumer {
   // Where a (warp, head)'s column lies in the scratch; turned by 4 per head to spread the banks.
   template <int DP>
   DEV float* scratch(int place, int head, int column) {
-    return part + place * DP + (column + head * 4) % DP;
+    return (SCRATCH_IN_XS ? (float*)xs : part) + place * DP + (column + head * 4) % DP;
   }
 
   // Brings a tile's keys and values (64 columns from `column` on) into L2.
@@ -836,14 +868,11 @@ struct Consumer {
     if (EARLY_V)
       load_v(a, page_rows(p.v_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position,
              column);
-    // The lanes hold the pages of the next 32 tiles: a load for every tile would be waited for.
-    auto pages_from = [&](int tile) {
-      tile += lane * step;
+    auto page_of = [&](int tile) {
       return tile < count ? (int)__ldg(table + tile * POSITIONS / PAGE_SIZE) : 0;
     };
-    int pages = pages_from(first + step), turn = 1;
+    int next_page = page_of(first + step);
     arrive();
-    int next_page = __shfl_sync(~0u, pages, 0);
 #pragma unroll 1
     for (int tile = first; tile < count; tile += step) {
       const int start = tile * POSITIONS, next = start + step * POSITIONS;
@@ -853,11 +882,7 @@ struct Consumer {
       multiply_qk(a, d);
       page = next_page;
       if (next <= position) load_k(a, page_rows(p.k_cache, layer, page, kv_head, next), next, position);
-      if (turn == 32) {
-        pages = pages_from(next + step);
-        turn = 0;
-      }
-      next_page = __shfl_sync(~0u, pages, turn++);
+      next_page = page_of(tile + 2 * step);
       u32 weights[2];
       score(a, d, start, position, weights);
       add_values(a, weights);
@@ -888,8 +913,8 @@ struct Consumer {
   // v.
   DEV void take_qkv(int layer, int kv_head, int token, bool stores) {
     constexpr int LANES = HEAD_DIM / 8, ROTATING = (GROUP + 1) * LANES, V_START = (ROTATING + 31) / 32 * 32;
-    const u16* vector = vectors() + X_QKV;
-    auto at = [&](int i) { return vector + QkvVector::place(token, i); };
+    const u16* vector = vectors() + X_QKV + token * QkvVector::STRIDE;
+    auto at = [&](int i) { return vector + QkvVector::place(i); };
     u16* k_to = (u16*)page_rows(p.k_cache, layer, s.page[token], kv_head, s.position[token]);
     u16* v_to = (u16*)page_rows(p.v_cache, layer, s.page[token], kv_head, s.position[token]);
     if (t < V_START) {
@@ -958,7 +983,9 @@ constexpr int PART_HEADS = (GROUP + HEAD_PARTS - 1) / HEAD_PARTS;
 static_assert(DIRECT_DP == 16 || DIRECT_DP == 32 || DIRECT_DP == 64, "columns of a short context");
 constexpr int SPLIT_DP = 64, HALVES = HEAD_DIM / SPLIT_DP, SPLIT_TILES = 16 / HALVES;
 constexpr int PAIR_OUTPUTS = GROUP * HEAD_DIM, SPLIT_OUTPUTS = (PAIR_OUTPUTS + SPLITS - 1) / SPLITS;
-static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOATS, "attention's scratch");
+static_assert(16 * GROUP * SPLIT_DP * 4 <= (SCRATCH_IN_XS ? TOKENS * XS_STRIDE : PART_FLOATS * 4) &&
+                  PAIR_OUTPUTS <= PART_FLOATS,
+              "attention's scratch");
 
 // This block's (token, KV head) pair and its place among the pair's blocks. Worked out anew where it is
 // needed, which costs less than registers.
@@ -1120,6 +1147,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
           c.publish<AttVector>(X_ATT, pair_token,
                                (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
         }
+        if (SCRATCH_IN_XS) consumers_sync();  // xs is written below
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
         c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
@@ -1237,32 +1265,28 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     constexpr int PASS_COLUMNS = PASS_KB * DOWN_CK;
     static_assert(INTERMEDIATE > (PASSES - 1) * PASS_COLUMNS && INTERMEDIATE % 8 == 0, "passes");
     static_assert(PASSES == 1 || PASS_KB * DOWN_UNITS % 4 == 0, "a pass must keep chunks with their groups");
-    // The loads of two passes are in flight during the products of the one before, if they fit into registers.
+    // The loads of a pass are in flight during the products of the one before, if they fit into registers.
     constexpr int PASS_TURNS = Consumer::Share<PASS_COLUMNS>::TURNS;
     constexpr bool AHEAD = PASSES > 1 && PASS_TURNS <= 4;
-    constexpr int DEPTH = AHEAD && PASSES > 2 && PASSES <= 8 ? 2 : 1, UNROLLED = DEPTH > 1 ? PASSES : 1;
     const u16* const ff = c.vectors() + X_FF;
-    uint4 coming[DEPTH][PASS_TURNS];
+    uint4 coming[PASS_TURNS];
     auto release_down = [&]() { c.release_first<Down>(0, Down::CHUNKS); };
     if constexpr (AHEAD) {
-#pragma unroll
-      for (int pass = 0; pass < DEPTH; pass++)
-        c.ask<PASS_COLUMNS>(coming[pass], ff, pass * PASS_COLUMNS, INTERMEDIATE - pass * PASS_COLUMNS);
+      c.ask<PASS_COLUMNS>(coming, ff, 0, INTERMEDIATE);
       release_down();
     }
-#pragma unroll(UNROLLED)
+#pragma unroll 1
     for (int pass = 0; pass < PASSES; pass++) {
       const int from = pass * PASS_COLUMNS, columns = INTERMEDIATE - from;
       if (pass > 0) consumers_sync();
       if constexpr (AHEAD)
-        c.receive<PASS_COLUMNS>(coming[pass % DEPTH], ff, from, columns);
+        c.receive<PASS_COLUMNS>(coming, ff, from, columns);
       else
         c.take<FfVector, PASS_COLUMNS, false, false>(ff, from, nullptr, columns, [&]() {
           if (pass == 0) release_down();
         });
-      if (AHEAD && pass + DEPTH < PASSES)
-        c.ask<PASS_COLUMNS>(coming[pass % DEPTH], ff, from + DEPTH * PASS_COLUMNS,
-                            columns - DEPTH * PASS_COLUMNS);
+      if (AHEAD && pass + 1 < PASSES)
+        c.ask<PASS_COLUMNS>(coming, ff, from + PASS_COLUMNS, columns - PASS_COLUMNS);
       const int end = min((pass + 1) * PASS_KB, DOWN_KB) * DOWN_UNITS;
 #pragma unroll 1
       for (int i = pass * PASS_KB * DOWN_UNITS + c.group; i < end; i += 4) {
