@@ -40,6 +40,8 @@ from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 DEVICE = torch.device("cuda", 0)
 HEADS, KV_HEADS, PAGE_SIZE, SPLITS = 32, 8, 16, 2
 GROUP = HEADS // KV_HEADS
+# Of the largest value: queries, weights and results are rounded to BF16 on both sides.
+MAX_DIFFERENCE = 2**-5
 # Seconds of replays per round.
 ROUND_SECONDS = 0.004
 
@@ -180,6 +182,7 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
 
     def add(what: str, kernel: str, run: Callable[[], list[Tensor]], wanted: list[Tensor] | None) -> None:
         apart = 0.0 if wanted is None else difference(run(), wanted)
+        assert apart <= MAX_DIFFERENCE, f"{what} by {kernel} is {apart} of the largest value off"
         expected_seconds = layers * problem.num_bytes / rate
         replays = max(2, round(ROUND_SECONDS / expected_seconds))
         seconds = time_graph(run, rounds=5, replays=replays) / layers

@@ -180,7 +180,7 @@ class Bench:
             num_shapes=len(self.recorder.seconds),
             mean_ms=1e3 * statistics.fmean(self.recorder.seconds),
             graph_pools_mib=sum(shares) / 2**20,
-            shapes=[str(shape) for shape in self.graphs._replays],
+            shapes={str(shape): True for shape in self.graphs._replays},
         )
 
 

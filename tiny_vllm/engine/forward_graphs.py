@@ -28,11 +28,11 @@ MAX_ROWS = ROW_BUCKETS[-1]
 # Spare sequences cost little, and every size less is a graph less.
 DECODE_BUCKETS = (0, 4, 16, 64, 256)
 CHUNK_BUCKETS = (1, 4, 16, 64, 256, 1024)
-# Tokens that the page tables of decodes have room for, times 4 as often as need be: into how many parts
+# Tokens that the page tables of decodes have room for, times 4 until they suffice: into how many parts
 # attention splits contexts depends on it.
 MIN_CONTEXT_BUCKET = 1024
-# A graph takes memory for its launches, and as long to record as some steps lose without it: who records at the
-# time when as much has been lost pays at most twice what was needed.
+# Recording takes about as long as some steps lose without a graph: who waits until as much has been lost
+# never pays more than twice what was needed. And a graph takes memory for its launches.
 RECORD_AT = 4
 MAX_GRAPHS = 128
 

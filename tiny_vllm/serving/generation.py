@@ -56,6 +56,11 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every prompt has finished, and the consumer has all news of it."""
+        return not (self._unfinished or self._pending)
+
     def output_of(self, request_id: str) -> RequestOutput:
         return self.outputs[self._places[request_id]]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -66,20 +65,26 @@ class GenerationResponse(Response):
         self._timeout = timeout
         self._has_started = False
         self._has_left = False
+        self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._answer(scope, receive, send))
+        task = asyncio.current_task()
+        assert task is not None
         watch = asyncio.create_task(wait_for_disconnect(receive))
-        # Cancelled when the server has waited long enough for its requests to finish.
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        self._has_left = watch.done()
-        watch.cancel()
-        if not work.done():
-            work.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
-        if not work.cancelled():
-            work.result()
+        watch.add_done_callback(lambda _: self._leave(task))
+        # Also cancelled when the server has waited long enough for its requests to finish.
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._answer(scope, receive, send)
+        finally:
+            self._is_over = True
+            watch.cancel()
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the answer any more, unless it is complete."""
+        if not self._is_over:
+            self._has_left = True
+            task.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -127,13 +132,19 @@ class GenerationResponse(Response):
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         outputs = generation.outputs
-        await _send_events(form.opening(outputs), send)
-        while updates := await generation.updates():
-            await _send_events(form.chunks(outputs, updates), send)
-            for _, update in updates:
-                _check_reasons(update.deltas)
-        body = encoded_events(form.closing(outputs)) + DONE
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        if opening := form.opening(outputs):
+            await send({"type": "http.response.body", "body": encoded_events(opening), "more_body": True})
+        is_over = False
+        while not is_over:
+            updates = await generation.updates()
+            body = encoded_events(form.chunks(outputs, updates))
+            deltas = [delta for _, update in updates for delta in update.deltas]
+            is_over = generation.is_over and not any(map(_is_broken, deltas))
+            if is_over:  # in one write with what the stream ends with
+                body += encoded_events(form.closing(outputs)) + DONE
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_over})
+            _check_reasons(deltas)
 
     async def _say_good_bye(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The server stops before the answer is complete."""
@@ -150,21 +161,20 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def _is_broken(choice: ChoiceDelta | CompletionOutput) -> bool:
+    return choice.finish_reason == FinishReason.ERROR
+
+
 def _check_reasons(choices: Iterable[ChoiceDelta | CompletionOutput]) -> None:
     """Raises ApiError if the model broke down on one of the choices."""
     for choice in choices:
-        if choice.finish_reason == FinishReason.ERROR:
+        if _is_broken(choice):
             raise ApiError(
                 500,
                 f"the model gave no usable numbers for choice {choice.index}\nhint: try another prompt",
                 kind="server_error",
                 code="model_failure",
             )
-
-
-async def _send_events(chunks: Sequence[dict[str, Any]], send: Send) -> None:
-    if chunks:
-        await send({"type": "http.response.body", "body": encoded_events(chunks), "more_body": True})
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

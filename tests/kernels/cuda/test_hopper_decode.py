@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor
 from tests.helpers.cubin import resource_usage
 from tests.helpers.hopper_decode import attend_emulated
 from tests.helpers.hopper_prefill import missing_compiler
+from tests.helpers.kernel_compiler import missing_tools
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_decode.launch import (
     VARIANTS,
@@ -30,7 +34,6 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(m
 # Of the largest value: weights and the result are rounded once each.
 TOLERANCE = 2**-7
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
-SHARED_OF_MULTIPROCESSOR, SHARED_OF_SYSTEM = 233472, 1024
 SMALL = {64: Variant(stages=4), 128: Variant(tile=32, stages=4)}
 LENS = {
     "ragged": [100, 1, 385, 64, 65, 200, 16, 17, 63],
@@ -275,12 +278,46 @@ COMPILED = {
 }
 
 
+def released_early(text: str) -> Iterator[str]:
+    """Loads of shared memory under way at an arrival that lets their place be overwritten: an arrival does
+    not wait for loads, but whatever names their registers does. The order of the text is enough, as no load
+    is left unused at a jump back."""
+    waiting: dict[str, set[int]] = {}
+    for instruction in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", text):
+        registers = {int(number) for number in re.findall(r"\bR(\d+)", instruction)}
+        registers |= {number + 1 for number in registers if "HMMA" in instruction}
+        if "SYNCS.ARRIVE.TRANS64.A1T0" in instruction:
+            yield from (f"{load} before {instruction}" for load in waiting)
+        waiting = {load: own for load, own in waiting.items() if not own & registers}
+        if load := re.search(r"(?:LDSM\S*\.4|LDS\.128) R(\d+)", instruction):
+            waiting[instruction] = set(range(int(load[1]), int(load[1]) + 4))
+
+
+def test_a_release_before_a_load_returns_is_found() -> None:
+    release = "/*0030*/ @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R9+URZ+0x8], RZ ;"
+    load, product = "/*0010*/ LDSM.16.MT88.4 R4, [R2] ;", "/*0020*/ HMMA.16816.F32.BF16 R12, R4, R16, R12 ;"
+    assert not list(released_early(f"{load} {product} {release}"))
+    assert len(list(released_early(f"{load} {release} {product}"))) == 1
+
+
 @pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 @pytest.mark.parametrize("name", COMPILED)
-def test_nothing_spills(name: str) -> None:
+def test_nothing_spills_and_loads_return_before_their_place_is_free(name: str, tmp_path: Path) -> None:
+    import triton
+
     own = COMPILED[name]
-    cubin = compile_cubin(source(), name="decode", defines=macros(own, VARIANTS[own.head_dim]))
+    variant = VARIANTS[own.head_dim]
+    cubin = compile_cubin(source(), name="decode", defines=macros(own, variant))
     (usage,) = resource_usage(cubin).values()
     assert usage.stack_bytes == 0
-    assert usage.registers * num_threads(VARIANTS[own.head_dim]) <= 65536
-    assert shared_bytes(own, VARIANTS[own.head_dim]) <= SHARED_LIMIT
+    assert usage.registers * num_threads(variant) <= 65536
+    assert shared_bytes(own, variant) <= SHARED_LIMIT
+
+    (tmp_path / "cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    assert text.count("LDSM") >= variant.tile * own.head_dim // 16 // 16 * 4
+    assert not list(released_early(text))
+    # One thread copies, without a loop over the lanes round each copy.
+    assert "UTMALDG.3D" in text and "UBLKCP" in text and "VOTEU" not in text

@@ -500,9 +500,13 @@ struct Consumer {
           if (other == warp) continue;
           const u32 part = shared.part(other) + lane * 16;
           add_part([&](int i, float(&values)[4]) { load_shared_floats(values, part + i * 512); });
-          release(shared.part_empty(other));
         }
         finish(segment, walk.total);
+        // An arrival does not wait for loads; here they have been used.
+        for (int i = 0; i < min(tiles, WARPS); ++i) {
+          const int other = (number + i) % WARPS;
+          if (other != warp) release(shared.part_empty(other));
+        }
       }
       release(shared.slot_empty(place.index));
       number += tiles;
