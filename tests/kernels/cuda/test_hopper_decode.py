@@ -123,6 +123,7 @@ SLOW_RUNS: dict[str, tuple[str, int, int, int, int, Variant]] = {
     "tiles_of_128": ("ragged", 4, 2, 128, 16, Variant(tile=128, stages=2, warps=2)),
     "eight_warps": ("ragged", 4, 2, 64, 16, Variant(stages=8, warps=8)),
     "one_warp": ("ragged", 4, 2, 64, 16, Variant(stages=2, warps=1)),
+    "no_extra": ("ragged", 4, 2, 64, 16, Variant(stages=4, extra=0)),
     "one_stage": ("ragged", 4, 2, 64, 16, Variant(stages=1, warps=1)),
     "as_launched_64": ("ragged", 4, 2, 64, 16, VARIANTS[64]),
     "as_launched_128": ("ragged", 4, 2, 128, 16, VARIANTS[128]),
@@ -136,6 +137,14 @@ def test_the_emulated_kernel_attends_to_the_own_context(run: str) -> None:
     case = make_case(LENS[lens], *sizes)
     for seed, blocks in enumerate((1, 2, 5, 13)):
         case.check(blocks, seed, variant=variant)
+
+
+@needs_compiler
+@pytest.mark.parametrize("extra", [0, 16, 80])
+def test_a_block_may_end_anywhere(extra: int) -> None:
+    case = make_case([40, 1, 33, 17], 2, 2, 64, 16)
+    for blocks in range(1, 12):
+        case.check(blocks, blocks, variant=Variant(stages=4, extra=extra))
 
 
 @needs_compiler
@@ -206,7 +215,7 @@ SLOW_MISTAKES = {
         "",
     ),
     "parts_are_not_counted": ("(given++ & 1) ^ 1", "1"),
-    "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_pieces);\n", ""),
+    "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_units);\n", ""),
     "positions_behind_the_context_count": ("add_tile<true>(stage, valid)", "add_tile<true>(stage, TILE)"),
 }
 
