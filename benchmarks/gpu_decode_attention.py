@@ -21,7 +21,7 @@ import argparse
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -61,15 +61,19 @@ WORKLOADS = {
     "32x4000": [4000] * 32,
     "512x500": [500] * 512,
     "16x1000": [1000] * 16,
+    # What a step of 300 sequences is in a graph.
+    "300 ragged of 512": ragged(300) + [1] * 212,
 }
-SWEPT = ("64x1100", "256 ragged", "64x384")
+SWEPT = ("64x1100", "256 ragged", "64x384", "300 ragged of 512")
 SWEEP = {
     64: [
         *(Variant(stages=4), Variant(stages=8), Variant(tile=32, stages=8), Variant(tile=32, stages=24)),
         *(Variant(tile=32, stages=16, warps=8), Variant(stages=8, warps=8), Variant(stages=12, warps=2)),
         *(Variant(tile=128, stages=4), Variant(stages=4, blocks=2), Variant(tile=32, stages=8, blocks=2)),
+        *(Variant(extra=0), Variant(), Variant(extra=64)),
     ],
     128: [
+        *(Variant(tile=32, extra=0), Variant(tile=32, extra=16), Variant(tile=32, extra=48)),
         *(Variant(tile=32, stages=4), Variant(tile=32, stages=8), Variant(tile=64, stages=6, warps=2)),
         *(Variant(tile=64, stages=4), Variant(tile=32, stages=8, warps=8)),
         *(Variant(tile=32, stages=12, warps=2), Variant(tile=32, stages=4, blocks=2)),
@@ -195,9 +199,8 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
     expected = problem.attend_triton()
     if is_sweep:
         for variant in SWEEP[head_dim]:
-            name = f"tile {variant.tile} stages {variant.stages} warps {variant.warps}"
-            run = partial(problem.attend_hopper, True, variant)
-            add("attention", f"{name} blocks {variant.blocks}", run, expected)
+            name = " ".join(f"{field} {value}" for field, value in asdict(variant).items())
+            add("attention", name, partial(problem.attend_hopper, True, variant), expected)
         return
     add("attention", "triton", problem.attend_triton, None)
     add("attention", "hopper", partial(problem.attend_hopper, True), expected)
