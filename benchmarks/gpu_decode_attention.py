@@ -12,6 +12,9 @@ attention    queries given, kernels chained by programmatic dependent launch: a 
 unchained    the same, each kernel after the one before (Hopper only)
 step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
 
+no hint      without asking for much shared memory where the rotation runs; only the first workload of a process
+             shows it, as a kernel keeps what it has been given
+
 Outputs of the two are compared before they are timed. --sweep: other variants of the kernel for Hopper.
 """
 
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import COLD_BYTES, Report, time_graph
+from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.hopper_decode import launch as hopper
@@ -206,7 +210,11 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
     add("attention", "hopper", partial(problem.attend_hopper, True), expected)
     add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
     add("step", "triton", partial(problem.step, False), None)
-    add("step", "hopper", partial(problem.step, True), problem.step(False))
+    expected = problem.step(False)
+    # The hint cannot be taken back.
+    with mock.patch.object(driver, "prefer_shared_memory", lambda function: None):
+        add("step", "hopper, no hint", partial(problem.step, True), expected)
+    add("step", "hopper", partial(problem.step, True), expected)
 
 
 def main() -> int:
