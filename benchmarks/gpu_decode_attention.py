@@ -11,9 +11,8 @@ attention    queries given, kernels chained by programmatic dependent launch: a 
              overlap the end of the layer before
 unchained    the same, each kernel after the one before (Hopper only)
 step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
-
-no hint      without asking for much shared memory where the rotation runs; only the first workload of a process
-             shows it, as a kernel keeps what it has been given
+no hint      without asking for much shared memory where the rotation runs; only the first workload of each
+             head size shows it, as a kernel keeps what it has been given
 
 Outputs of the two are compared before they are timed. --sweep: other variants of the kernel for Hopper.
 """

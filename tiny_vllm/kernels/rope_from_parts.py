@@ -192,9 +192,8 @@ def rope_from_parts(
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     assert parts.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     q = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
-    kernel = _rope_from_parts_kernel[
-        (num_sequences, ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
-    ](
+    grid = (num_sequences, ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
+    kernel = _rope_from_parts_kernel[grid](
         q,
         k_cache,
         v_cache,
