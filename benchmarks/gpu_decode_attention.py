@@ -11,6 +11,8 @@ attention    queries given, kernels chained by programmatic dependent launch: a 
              overlap the end of the layer before
 unchained    the same, each kernel after the one before (Hopper only)
 step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
+no hint      without asking for much shared memory where the rotation runs; only the first workload of each
+             head size shows it, as a kernel keeps what it has been given
 
 Outputs of the two are compared before they are timed. --sweep: other variants of the kernel for Hopper.
 """
@@ -21,7 +23,7 @@ import argparse
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import COLD_BYTES, Report, time_graph
+from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.hopper_decode import launch as hopper
@@ -61,15 +64,19 @@ WORKLOADS = {
     "32x4000": [4000] * 32,
     "512x500": [500] * 512,
     "16x1000": [1000] * 16,
+    # What a step of 300 sequences is in a graph.
+    "300 ragged of 512": ragged(300) + [1] * 212,
 }
-SWEPT = ("64x1100", "256 ragged", "64x384")
+SWEPT = ("64x1100", "256 ragged", "64x384", "300 ragged of 512")
 SWEEP = {
     64: [
         *(Variant(stages=4), Variant(stages=8), Variant(tile=32, stages=8), Variant(tile=32, stages=24)),
         *(Variant(tile=32, stages=16, warps=8), Variant(stages=8, warps=8), Variant(stages=12, warps=2)),
         *(Variant(tile=128, stages=4), Variant(stages=4, blocks=2), Variant(tile=32, stages=8, blocks=2)),
+        *(Variant(extra=0), Variant(), Variant(extra=64)),
     ],
     128: [
+        *(Variant(tile=32, extra=0), Variant(tile=32, extra=16), Variant(tile=32, extra=48)),
         *(Variant(tile=32, stages=4), Variant(tile=32, stages=8), Variant(tile=64, stages=6, warps=2)),
         *(Variant(tile=64, stages=4), Variant(tile=32, stages=8, warps=8)),
         *(Variant(tile=32, stages=12, warps=2), Variant(tile=32, stages=4, blocks=2)),
@@ -195,15 +202,18 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
     expected = problem.attend_triton()
     if is_sweep:
         for variant in SWEEP[head_dim]:
-            name = f"tile {variant.tile} stages {variant.stages} warps {variant.warps}"
-            run = partial(problem.attend_hopper, True, variant)
-            add("attention", f"{name} blocks {variant.blocks}", run, expected)
+            name = " ".join(f"{field} {value}" for field, value in asdict(variant).items())
+            add("attention", name, partial(problem.attend_hopper, True, variant), expected)
         return
     add("attention", "triton", problem.attend_triton, None)
     add("attention", "hopper", partial(problem.attend_hopper, True), expected)
     add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
     add("step", "triton", partial(problem.step, False), None)
-    add("step", "hopper", partial(problem.step, True), problem.step(False))
+    expected = problem.step(False)
+    # The hint cannot be taken back.
+    with mock.patch.object(driver, "prefer_shared_memory", lambda function: None):
+        add("step", "hopper, no hint", partial(problem.step, True), expected)
+    add("step", "hopper", partial(problem.step, True), expected)
 
 
 def main() -> int:

@@ -13,9 +13,11 @@ struct Written {
 inline const Written* written;
 inline int num_written;
 inline bool predecessor_is_complete;
+inline int predecessor_rounds;
 
 inline void forget_predecessor() {
   predecessor_is_complete = false;
+  predecessor_rounds = (int)(dice() % 400);
   for (int i = 0; i < num_written; ++i) memset(written[i].target, 0xff, written[i].bytes);
 }
 
@@ -58,7 +60,7 @@ struct Operands {
 inline void launch_dependents() {}
 inline void wait_for_predecessor() {
   // It lasts a while: others may go on.
-  for (int rounds = emulated::dice() % 300; rounds > 0 && !emulated::predecessor_is_complete; --rounds) {
+  for (int round = 0; round < emulated::predecessor_rounds; ++round) {
     int asked = 0;
     emulated::until([&asked] { return ++asked > 1; });
   }

@@ -5,7 +5,13 @@ import ctypes
 import pytest
 import torch
 
-from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
+from tiny_vllm.kernels.cuda.driver import (
+    CudaFunction,
+    LaunchAttribute,
+    LaunchConfig,
+    architecture,
+    load_function,
+)
 from tiny_vllm.kernels.cuda.errors import DriverError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 
@@ -19,6 +25,14 @@ extern "C" __global__ void through_shared(float* out, int n) {
   for (int i = threadIdx.x; i < n; i += blockDim.x) buffer[i] = i;
   __syncthreads();
   for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = buffer[n - 1 - i];
+}
+// What the kernel before wrote is there behind the wait, however early this one started.
+extern "C" __global__ void add_one_late(float* y, int n) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  for (int i = threadIdx.x; i < n; i += blockDim.x) ((volatile float*)y)[i] += 1;
 }
 // Every block waits for all others: only launches that run all blocks at once end.
 extern "C" __global__ void meet(int* arrived) {
@@ -42,6 +56,11 @@ def test_without_a_driver_the_error_says_so() -> None:
 
     with pytest.raises(DriverError, match=r"libcuda\.so\.1 is not on this machine"):
         driver._driver()
+
+
+def test_structures_are_as_large_as_in_cuda_h() -> None:
+    assert ctypes.sizeof(LaunchAttribute) == 8 + 64 and LaunchAttribute.value.offset == 8
+    assert ctypes.sizeof(LaunchConfig) == 56 and LaunchConfig.stream.offset == 32
 
 
 @pytest.fixture
@@ -152,3 +171,29 @@ def test_the_drivers_refusals_have_names(cubin: bytes, device: torch.device) -> 
         load(compile_cubin(SOURCE, name="driver_test", arch=other), "saxpy", device)
     with pytest.raises(DriverError, match="saxpy cannot be launched: CUDA_ERROR_INVALID_VALUE"):
         load(cubin, "saxpy", device).launch(1, 100_000, [ctypes.c_int(0)] * 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_kernels_are_chained_by_programmatic_dependent_launch(
+    cubin: bytes, device: torch.device, is_captured: bool
+) -> None:
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    y = torch.zeros(10_000, device=device)
+    kernel = load(cubin, "add_one_late", device)
+    arguments = pointer(y), ctypes.c_int(len(y))
+
+    def run() -> None:
+        kernel.launch(1, 256, arguments)
+        for _ in range(49):
+            kernel.launch(1, 256, arguments, pdl=True)
+
+    if is_captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+    else:
+        run()
+    assert y.tolist() == [50] * len(y)

@@ -17,7 +17,9 @@ from tests.helpers.cubin import resource_usage
 from tests.helpers.hopper_decode import attend_emulated
 from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import missing_tools
+from tiny_vllm.kernels import rope_and_attend
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.hopper_decode import launch
 from tiny_vllm.kernels.hopper_decode.launch import (
     VARIANTS,
     Shape,
@@ -28,6 +30,8 @@ from tiny_vllm.kernels.hopper_decode.launch import (
     shared_bytes,
     source,
 )
+from tiny_vllm.kernels.paged_decode_attention import paged_decode_attention_ref
+from tiny_vllm.kernels.rope_from_parts import HeadNorms, rope_from_parts_ref
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 
@@ -123,6 +127,7 @@ SLOW_RUNS: dict[str, tuple[str, int, int, int, int, Variant]] = {
     "tiles_of_128": ("ragged", 4, 2, 128, 16, Variant(tile=128, stages=2, warps=2)),
     "eight_warps": ("ragged", 4, 2, 64, 16, Variant(stages=8, warps=8)),
     "one_warp": ("ragged", 4, 2, 64, 16, Variant(stages=2, warps=1)),
+    "no_extra": ("ragged", 4, 2, 64, 16, Variant(stages=4, extra=0)),
     "one_stage": ("ragged", 4, 2, 64, 16, Variant(stages=1, warps=1)),
     "as_launched_64": ("ragged", 4, 2, 64, 16, VARIANTS[64]),
     "as_launched_128": ("ragged", 4, 2, 128, 16, VARIANTS[128]),
@@ -136,6 +141,14 @@ def test_the_emulated_kernel_attends_to_the_own_context(run: str) -> None:
     case = make_case(LENS[lens], *sizes)
     for seed, blocks in enumerate((1, 2, 5, 13)):
         case.check(blocks, seed, variant=variant)
+
+
+@needs_compiler
+@pytest.mark.parametrize("extra", [0, 16, 80])
+def test_a_block_may_end_anywhere(extra: int) -> None:
+    case = make_case([40, 1, 33, 17], 2, 2, 64, 16)
+    for blocks in range(1, 12):
+        case.check(blocks, blocks, variant=Variant(stages=4, extra=extra))
 
 
 @needs_compiler
@@ -182,6 +195,52 @@ def test_the_order_of_events_changes_nothing() -> None:
         assert torch.equal(case.check(seed=seed), first)
 
 
+@needs_compiler
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_engine_rotates_first_and_then_attends(pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels' stand-ins for a CPU: everything arrives where it should."""
+    case = make_case(LENS["ragged"], 4, 2, 64, 16)
+    chained: list[bool] = []
+
+    def stand_in(*arguments: Any, workspace: launch.Workspace, pdl: bool, **options: Any) -> Tensor:
+        assert not workspace.flags.any()
+        chained.append(pdl)
+        return attend_emulated(*arguments, variant=SMALL[64], **options)
+
+    monkeypatch.setattr(launch, "takes", lambda *_: True)
+    monkeypatch.setattr(launch, "count_multiprocessors", lambda _: 5)
+    monkeypatch.setattr(launch, "attend", stand_in)
+    monkeypatch.setattr(rope_and_attend, "rope_from_parts", rope_from_parts_ref)
+    count, newest = len(case.context_lens), case.context_lens - 1
+    parts = torch.randn(2, count, (8 + 2 * 2) * 64)
+    cells = case.page_table[case.table_rows, newest // 16] * 16 + newest % 16
+    angles = torch.arange(400)[:, None] * torch.rand(32)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    norms = HeadNorms(*(1 + 0.5 * torch.randn(2, 64)).bfloat16(), 1e-5)
+
+    def run() -> list[Tensor]:
+        k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+        attended = rope_and_attend.rope_and_attend(
+            parts, None, cos_sin, cells, k_cache, v_cache, case.page_table, case.context_lens, 8, 0.125,
+            table_rows=case.table_rows, head_norms=norms, pdl=pdl,
+        )  # fmt: skip
+        return [attended, k_cache, v_cache]
+
+    actual, *caches = run()
+    assert chained == [pdl]
+    monkeypatch.undo()
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    q = rope_from_parts_ref(
+        parts, None, cos_sin, case.context_lens, cells, k_cache, v_cache, 8, head_norms=norms
+    )
+    rows = case.page_table[case.table_rows]
+    expected = paged_decode_attention_ref(q, k_cache, v_cache, rows, case.context_lens, 0.125)
+    atol = 2 * TOLERANCE * float(expected.float().abs().max())
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=atol)
+    for cache, own in zip(caches, (k_cache, v_cache), strict=True):
+        torch.testing.assert_close(cache, own, rtol=0, atol=0, equal_nan=True)
+
+
 MISTAKES = {
     "tiles_are_read_before_they_come": ("    wait(shared.full(stage), place.parity);\n", ""),
     "a_stage_is_reused_early": ("        wait(shared.empty(place.index), place.parity ^ 1);\n", ""),
@@ -206,7 +265,7 @@ SLOW_MISTAKES = {
         "",
     ),
     "parts_are_not_counted": ("(given++ & 1) ^ 1", "1"),
-    "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_pieces);\n", ""),
+    "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_units);\n", ""),
     "positions_behind_the_context_count": ("add_tile<true>(stage, valid)", "add_tile<true>(stage, TILE)"),
 }
 

@@ -3,9 +3,10 @@
 // under way, and that all of them end at the same time.
 //
 // A pair is a sequence and a KV head; its context is read in pieces of PIECE positions, each a part of a
-// page. All pieces of all pairs, one after another, are cut evenly among the blocks, whatever the lengths: a
-// block begins and ends anywhere in a pair. What it has of a pair is a segment, and it reads a segment in
-// tiles of TILE positions. Each warp works out by itself, from the context lengths, what its block has to do.
+// page. All pieces of all pairs, one after another, are cut evenly among the blocks, whatever the lengths (a
+// pair counts EXTRA_POSITIONS more than it has, for what beginning and ending one costs): a block begins and
+// ends anywhere in a pair. What it has of a pair is a segment, and it reads a segment in tiles of TILE
+// positions. Each warp works out by itself, from the context lengths, what its block has to do.
 //
 // Two warps copy keys and values (TMA) into a ring of STAGES tiles, without a break between pairs. They do
 // not wait for the preceding kernel: of what it writes, only the newest token's key and value are read, and
@@ -25,11 +26,12 @@
 // long, unless a context is so long that a block has no other.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (0), TILE, STAGES, WARPS, BLOCKS (of a multiprocessor),
-// SEQUENCES (at most), WATCHDOG_NS; TABLE and LENS are integer types.
+// EXTRA_POSITIONS (that a pair counts), SEQUENCES (at most), WATCHDOG_NS; TABLE and LENS are integer types.
 
 constexpr int PIECES_OF_32 = PAGE_SIZE % 32 == 0 ? 32 : 16;
 constexpr int PIECE = PAGE_SIZE % 64 == 0 && TILE % 64 == 0 ? 64 : PIECES_OF_32;
-constexpr int PIECES = TILE / PIECE;            // of a tile
+constexpr int PIECES = TILE / PIECE;  // of a tile
+constexpr int EXTRA = EXTRA_POSITIONS / PIECE;
 constexpr int PAGE_PIECES = PAGE_SIZE / PIECE;  // of a page
 constexpr int SPANS = HEAD_DIM / 64;            // of 128 bytes
 constexpr int STEPS = HEAD_DIM / 16;            // of a product over a head
@@ -110,8 +112,12 @@ DEV int sum_up(int value, int lane) {
 
 DEV int count_pieces(int context_len) { return (context_len + PIECE - 1) / PIECE; }
 
-// The first of a block's pieces.
-DEV int first_piece(int total, int block) {
+// What a pair counts when work is shared out: a short one costs more than its bytes. The units behind its
+// pieces are nobody's work.
+DEV int count_units(int context_len) { return count_pieces(context_len) + EXTRA; }
+
+// The first of a block's units.
+DEV int first_unit(int total, int block) {
   // total * block / blocks, which might not fit.
   return total / num_blocks() * block + total % num_blocks() * block / num_blocks();
 }
@@ -119,44 +125,47 @@ DEV int first_piece(int total, int block) {
 // The segments of a block in order, each warp for itself.
 struct Walk {
   const Shared& shared;
-  int total = 0, left = 0;  // pieces of all blocks, of this one
+  int total = 0, left = 0;  // units of all blocks, of this one
   int sequence = 0, kv_head = 0, begin = 0;
 
   DEV Walk(const Params& p, const Shared& shared, int lane) : shared(shared) {
     const int share = (p.num_sequences + 31) / 32;
     int own = 0;
     for (int s = lane * share; s < min((lane + 1) * share, p.num_sequences); ++s)
-      own += count_pieces(load_shared(shared.context_len(s)));
+      own += count_units(load_shared(shared.context_len(s)));
     const int with = sum_up(own, lane), before = with - own;
     total = (int)broadcast(with, 31) * KV_HEADS;
-    const int first = first_piece(total, block_index());
-    left = first_piece(total, block_index() + 1) - first;
+    const int first = first_unit(total, block_index());
+    left = first_unit(total, block_index() + 1) - first;
     if (left == 0) return;
-    // Pieces of a sequence, if it had one head.
-    int piece = first / KV_HEADS;
-    const int holder = 31 - leading_zeros(votes(piece >= before));
-    piece -= (int)broadcast(before, holder);
+    // In units of one head.
+    int unit = first / KV_HEADS;
+    const int holder = 31 - leading_zeros(votes(unit >= before));
+    unit -= (int)broadcast(before, holder);
     sequence = holder * share;
-    int count = count_pieces(load_shared(shared.context_len(sequence)));
-    while (piece >= count) {
-      piece -= count;
-      count = count_pieces(load_shared(shared.context_len(++sequence)));
+    int count = count_units(load_shared(shared.context_len(sequence)));
+    while (unit >= count) {
+      unit -= count;
+      count = count_units(load_shared(shared.context_len(++sequence)));
     }
-    const int rest = first - (first / KV_HEADS - piece) * KV_HEADS;
+    const int rest = first - (first / KV_HEADS - unit) * KV_HEADS;
     kv_head = rest / count;
     begin = rest % count;
   }
 
   DEV bool next(Segment& segment) {
-    if (left == 0) return false;
-    segment.sequence = sequence, segment.kv_head = kv_head;
-    segment.context_len = load_shared(shared.context_len(sequence));
-    segment.count = count_pieces(segment.context_len);
-    segment.begin = begin, segment.end = min(segment.count, begin + left);
-    left -= segment.end - begin;
-    begin = 0;
-    if (++kv_head == KV_HEADS) kv_head = 0, ++sequence;
-    return true;
+    while (left > 0) {
+      segment.sequence = sequence, segment.kv_head = kv_head;
+      segment.context_len = load_shared(shared.context_len(sequence));
+      segment.count = count_pieces(segment.context_len);
+      const int units = min(segment.count + EXTRA - begin, left);
+      segment.begin = begin, segment.end = min(segment.count, begin + units);
+      left -= units;
+      begin = 0;
+      if (++kv_head == KV_HEADS) kv_head = 0, ++sequence;
+      if (segment.begin < segment.end) return true;
+    }
+    return false;
   }
 };
 
@@ -210,19 +219,26 @@ DEV void produce_tiles(const Params& p, const Shared& shared, int lane) {
   }
 }
 
-// What the preceding kernel wrote.
+DEV TABLE page_of_newest(const Params& p, const Shared& shared, const Segment& segment) {
+  return load_constant(pages_of(p, shared, segment.sequence) + (segment.context_len - 1) / PAGE_SIZE);
+}
+
+// What the preceding kernel wrote. Pages are loaded a segment ahead.
 DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
   Walk walk(p, shared, lane);
+  Segment segment, next;
+  bool has_segment = walk.next(segment);
+  TABLE page = has_segment ? page_of_newest(p, shared, segment) : 0;
   wait_for_predecessor();
-  Segment segment;
-  for (u32 round = 0; walk.next(segment); ++round)
+  for (u32 round = 0; has_segment; ++round) {
+    has_segment = walk.next(next);
+    const TABLE next_page = has_segment ? page_of_newest(p, shared, next) : 0;
     if (is_elected()) {
       const Place<SLOTS> place(round);
       const u32 slot = shared.slot(place.index), full = shared.slot_full(place.index);
       const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
-      const int newest = segment.context_len - 1;
-      const i64 page = (i64)load_constant(pages_of(p, shared, segment.sequence) + newest / PAGE_SIZE);
-      const i64 row = (page * KV_HEADS + segment.kv_head) * PAGE_SIZE + newest % PAGE_SIZE;
+      const i64 row =
+          ((i64)page * KV_HEADS + segment.kv_head) * PAGE_SIZE + (segment.context_len - 1) % PAGE_SIZE;
       wait(shared.slot_empty(place.index), place.parity ^ 1);
       arrive_expecting(full, segment.has_newest() ? SLOT_BYTES : QUERY_BYTES);
       copy_run(slot, p.q + pair * (GROUP * HEAD_DIM), QUERY_BYTES, full);
@@ -231,6 +247,8 @@ DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
         copy_run(slot + QUERY_BYTES + ROW_BYTES, p.v_cache + row * HEAD_DIM, ROW_BYTES, full);
       }
     }
+    segment = next, page = next_page;
+  }
 }
 
 // Where a row of a tile lies, and its 128 bytes of a span.
@@ -450,19 +468,19 @@ struct Consumer {
   }
 
   // What other blocks have of a pair that begins here.
-  DEV void add_blocks(const Segment& segment, int total_pieces) {
-    const int end = first_piece(total_pieces, block_index() + 1) - segment.end + segment.count;
-    for (int block = block_index() + 1, first; (first = first_piece(total_pieces, block)) < end; ++block) {
-      if (first == first_piece(total_pieces, block + 1)) continue;
+  DEV void add_blocks(const Segment& segment, int total_units) {
+    const int end = first_unit(total_units, block_index() + 1) - segment.end + segment.count;
+    for (int block = block_index() + 1, first; (first = first_unit(total_units, block)) < end; ++block) {
+      if (first == first_unit(total_units, block + 1)) continue;
       wait_for_flag(p.flags + block);
       const float* part = p.parts + (i64)block * PART_FLOATS + lane * 4;
       add_part([&](int i, float(&values)[4]) { load_floats(values, part + i * 128); });
     }
   }
 
-  DEV void finish(const Segment& segment, int total_pieces) {
+  DEV void finish(const Segment& segment, int total_units) {
     if (segment.begin == 0) {
-      if (segment.end < segment.count) add_blocks(segment, total_pieces);
+      if (segment.end < segment.count) add_blocks(segment, total_units);
       store_output(segment);
     } else {
       save_part(p.parts + (i64)block_index() * PART_FLOATS);

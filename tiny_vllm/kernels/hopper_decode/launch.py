@@ -42,16 +42,18 @@ COPYING_WARPS, SLOTS = 3, 4
 @dataclass(frozen=True, slots=True)
 class Variant:
     """tile: positions that a warp takes at a time, 32, 64 or 128. stages: tiles of keys and values in shared
-    memory, a multiple of warps. warps: that compute, a power of two. blocks: per multiprocessor."""
+    memory, a multiple of warps. warps: that compute, a power of two. blocks: per multiprocessor. extra:
+    positions that a sequence's head counts beyond its context when work is shared out."""
 
     tile: int = 64
     stages: int = 12
     warps: int = 4
     blocks: int = 1
+    extra: int = 32
 
 
 # By head size: 192 KB of keys and values.
-VARIANTS = {64: Variant(tile=64), 128: Variant(tile=32)}
+VARIANTS = {64: Variant(tile=64), 128: Variant(tile=32, extra=16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "STAGES": variant.stages,
         "WARPS": variant.warps,
         "BLOCKS": variant.blocks,
+        "EXTRA_POSITIONS": variant.extra,
         "SEQUENCES": MAX_SEQUENCES,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
         "TABLE": INTEGERS[shape.table],
