@@ -19,7 +19,7 @@ from benchmarks.gpu_decode_chain import PAGE_SIZE, make_spec, make_weights
 from benchmarks.gpu_timing import Report
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.slot_inputs import SlotState
-from tiny_vllm.kernels.weight_tape.step import AHEAD, PACE, TapeStep
+from tiny_vllm.kernels.weight_tape.step import TapeStep
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.rope import rope_table
 from tiny_vllm.models.tape_decode import TapeDecode, compile_tape
@@ -54,14 +54,11 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--windows", default="3")
     parser.add_argument("--direct-limits", default="512")
-    parser.add_argument("--aheads", default=str(AHEAD))
-    parser.add_argument("--paces", default=str(PACE))
     options = parser.parse_args()
     report = Report(options.output)
     contexts = [int(value) for value in options.contexts.split(",")]
     tunings = [
-        [int(value) for value in values.split(",")]
-        for values in (options.windows, options.direct_limits, options.aheads, options.paces)
+        [int(value) for value in values.split(",")] for values in (options.windows, options.direct_limits)
     ]
     rows_wanted = [int(value) for value in options.rows.split(",")]
     for model in options.model.split(","):
@@ -93,14 +90,14 @@ def main() -> None:
             step.slots.fill_(num_slots)
             step.slots[:rows] = torch.arange(rows)
             for context in contexts:
-                for window, limit, ahead, pace in product(*tunings):
-                    step.set_tuning(window=window, direct_limit=limit, ahead=ahead, pace=pace)
+                for window, limit in product(*tunings):
+                    step.set_tuning(window=window, direct_limit=limit)
                     seconds = time_steps(step, state, context)
                     weight_bytes = tape.layout.shape.num_weights * 2
                     kv_bytes = rows * context * spec.kv_values_per_token * 2
                     report.add(
                         model=model, page_size=page_size, rows=rows, context=context, window=window,
-                        direct_limit=limit, ahead=ahead, pace=pace, us=seconds * 1e6,
+                        direct_limit=limit, us=seconds * 1e6,
                         share=(weight_bytes + kv_bytes) / seconds / rate.bytes_per_second,
                     )  # fmt: skip
         del tape, weights, cache

@@ -168,9 +168,8 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     whole = (layout.qkv, layout.output, layout.gate_up, layout.lm_head)
     least_columns = max(m.num_column_chunks * m.chunk_columns for m in whole)
     columns = _down_columns(layout, least_columns, tokens)
-    is_in_xs = _scratch_is_in_xs(layout, columns, tokens)
     part = least_part = max(
-        shape.group * shape.head_dim if is_in_xs else _scratch_floats(shape),
+        16 * shape.group * 64,
         *(m.units * m.part_floats(tokens) for m in (layout.qkv, layout.output, layout.down)),
         *(4 * m.part_floats(tokens) for m in (layout.gate_up, layout.lm_head)),
     )
@@ -187,20 +186,6 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     spare = (SHARED_BYTES - fixed - stages * CHUNK_BYTES) // 32 * 8
     part += min(spare, MAX_PART_FLOATS - part)
     return BlockPlan(stages, columns, part, stages * CHUNK_BYTES + fixed + 4 * (part - least_part))
-
-
-def _scratch_floats(shape: TapeShape) -> int:
-    """Attention's outputs by 16 warps."""
-    return 16 * shape.group * 64
-
-
-def _scratch_is_in_xs(layout: TapeLayout, xs_columns: int, tokens: int) -> bool:
-    """Whether attention puts its warps' outputs where the input vectors lie otherwise: there must be room,
-    and no columns of padding, which are expected to stay zeros."""
-    matrices = (layout.qkv, layout.output, layout.gate_up, layout.down, layout.lm_head)
-    is_padded = any(m.num_column_chunks * m.chunk_columns != m.columns for m in matrices)
-    room = tokens * (xs_columns * 2 + XS_PADDING) // 4
-    return not is_padded and room >= _scratch_floats(layout.shape)
 
 
 def _down_columns(layout: TapeLayout, least: int, tokens: int) -> int:
@@ -271,7 +256,6 @@ def defines(layout: TapeLayout, tokens: int) -> dict[str, int]:
         "XS_COLUMNS": plan.xs_columns,
         "PART_FLOATS": plan.part_floats,
         "SMALL_BYTES": _small_bytes(shape, tokens),
-        "SCRATCH_IN_XS": int(_scratch_is_in_xs(layout, plan.xs_columns, tokens)),
         "SPLITS": splits(shape, tokens),
         "HIDDEN": shape.hidden_size,
         "INTERMEDIATE": shape.intermediate_size,

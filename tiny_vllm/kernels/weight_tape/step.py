@@ -39,9 +39,6 @@ from tiny_vllm.kernels.weight_tape.layout import (
 
 NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
-# See `TapeStep.set_tuning`.
-AHEAD = 0
-PACE = 450
 # A wait of this long inside the kernel ends it with an error.
 WATCHDOG_SECONDS = 4
 # Epochs are 32-bit numbers; buffers start anew long before they come round.
@@ -92,7 +89,7 @@ class _Params(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
-        *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero", "ahead", "pace")),
+        *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
     )
 
 
@@ -173,25 +170,14 @@ class TapeStep:
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
             direct_limit=DIRECT_LIMIT,
-            ahead=AHEAD,
-            pace=PACE,
         )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
 
-    def set_tuning(
-        self,
-        *,
-        window: int = WINDOW,
-        direct_limit: int = DIRECT_LIMIT,
-        ahead: int = AHEAD,
-        pace: int = PACE,
-    ) -> None:
-        """For measurements: chunks in flight per block; contexts that are not split, in tokens; chunks that
-        are brought into L2 while the ring is full, and nanoseconds between two of them."""
+    def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
+        """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
-        self.parameters.ahead, self.parameters.pace = ahead, pace
 
     def draw(self, tokens: Tensor, *, stores_logits: bool = False) -> None:
         """Enqueue a step of `slots`: next tokens into the slot tables and `tokens`. stores_logits: the

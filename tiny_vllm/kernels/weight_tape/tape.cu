@@ -45,6 +45,9 @@ constexpr int CONSUMERS = 512;
 constexpr int GROUP = HEADS / KV_HEADS;
 // SPLITS: blocks per (token, KV head), a power of two.
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
+// Whether a thread that waits for several pieces of a vector asks for all of them again: with fewer tokens a
+// thread has one or two, and the next is there when the first is.
+constexpr bool ASKS_TOGETHER = TOKENS > 4;
 constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
@@ -120,7 +123,6 @@ struct Params {
   i64 table_width, num_pages, num_slots;
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
-  int ahead, pace;  // see Producer
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -162,17 +164,6 @@ DEV bool barrier_try(u32 b, u32 parity) {
       : "memory");
   return done;
 }
-// Sleeps for at most about `ns`.
-DEV bool barrier_try_for(u32 b, u32 parity, u32 ns) {
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, "
-      "p;\n}"
-      : "=r"(done)
-      : "r"(b), "r"(parity), "r"(ns)
-      : "memory");
-  return done;
-}
 DEV void barrier_wait(u32 b, u32 parity) {
   Watch watch;
   while (!barrier_try(b, parity)) watch.failed();
@@ -206,7 +197,10 @@ DEV void store_half(u16* p, u16 v) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 }
 DEV bool has_empty(u32 v) { return (v & 0xffffu) == EMPTY || (v >> 16) == EMPTY; }
-// Whether a value is a NaN: five instructions, and a value that is EMPTY is one.
+DEV bool has_empty(const uint4& a) {
+  return has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w);
+}
+// In five instructions; a value that is EMPTY is a NaN.
 DEV bool has_nan(const uint4& a) {
   u32 is;
   asm("{\n.reg .b32 t, u;\n.reg .pred p, q;\nmax.NaN.bf16x2 t, %1, %2;\nmax.NaN.bf16x2 u, %3, %4;\n"
@@ -215,17 +209,21 @@ DEV bool has_nan(const uint4& a) {
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w));
   return is;
 }
-DEV bool has_empty(const uint4& a) {
-  return has_nan(a) && (has_empty(a.x) || has_empty(a.y) || has_empty(a.z) || has_empty(a.w));
+DEV void settle(uint4& a, const u16* from) {
+  Watch watch;
+  while (has_empty(a)) {
+    watch.failed();
+    a = load_words4((const u32*)from);
+  }
 }
-// Loads what has not arrived again, all of it at once: one after the other, each would be a way to L2 and back.
+// What has not arrived is loaded again all at once: one after the other, each is a way to L2 and back.
 template <int N>
 DEV void settle(uint4 (&a)[N], const u16* const (&from)[N]) {
   Watch watch;
   while (true) {
     bool is_empty[N], is_any = false;
 #pragma unroll
-    for (int i = 0; i < N; i++) is_any |= is_empty[i] = has_empty(a[i]);
+    for (int i = 0; i < N; i++) is_any |= is_empty[i] = has_nan(a[i]) && has_empty(a[i]);
     if (!is_any) return;
     watch.failed();
 #pragma unroll
@@ -333,63 +331,19 @@ constexpr int XS_STRIDE = XS_COLUMNS * 2 + 64;  // bytes per token; the 64 sprea
 
 // ---------------------------------------------------------------- producer
 
-constexpr u32 LAYER_CHUNKS = Qkv::CHUNKS + Out::CHUNKS + Up::CHUNKS + Down::CHUNKS;
-constexpr i64 LAYER_BYTES =
-    (i64)CTAS * (Qkv::CHUNKS * Qkv::BYTES + Out::CHUNKS * Out::BYTES + Up::CHUNKS * Up::BYTES +
-                 Down::CHUNKS * Down::BYTES);
-
-// While the ring is full, up to `ahead` chunks beyond it are brought into L2, one every `pace` nanoseconds.
 struct Producer {
   const Params& p;
   const u8* source;
   u32 index, ring, full, empty;
   u64 policy;
   int cta;
-  u32 fetched;  // chunks before this one are in L2 or in the ring
-  u64 last;
-
-  template <class M>
-  static DEV bool find(u32& chunk, i64& at, u32& bytes) {
-    bytes = M::BYTES;
-    const u32 whole = chunk < M::CHUNKS ? chunk : M::CHUNKS;
-    at += (i64)whole * CTAS * M::BYTES;
-    chunk -= whole;
-    return whole < M::CHUNKS;
-  }
-
-  DEV void fetch_next() {
-    const u64 t = now_ns();
-    if (t - last < p.pace) return;
-    last = t;
-    const u32 layer = min(fetched / LAYER_CHUNKS, LAYERS);
-    u32 chunk = fetched - layer * LAYER_CHUNKS, bytes;
-    i64 at = layer * LAYER_BYTES;
-    bool exists;
-    if (layer < LAYERS)
-      exists = find<Qkv>(chunk, at, bytes) || find<Out>(chunk, at, bytes) || find<Up>(chunk, at, bytes) ||
-               find<Down>(chunk, at, bytes);
-    else
-      exists = find<Head>(chunk, at, bytes);
-    if (exists)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.tape + at + (i64)cta * bytes),
-                   "r"(bytes)
-                   : "memory");
-    fetched++;
-  }
 
   template <class M>
   DEV void stream() {
 #pragma unroll 1
     for (int c = 0; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
-      if (index >= STAGES) {
-        Watch watch;
-        while (!barrier_try_for(empty + 8 * stage, ((index / STAGES) & 1) ^ 1, p.pace)) {
-          watch.failed();
-          fetched = max(fetched, index);
-          if (fetched < index + p.ahead) fetch_next();
-        }
-      }
+      if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
       // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
       const u32 window = p.window;
       if (index >= window) {
@@ -441,8 +395,8 @@ struct Cleaner {
 struct Consumer {
   const Params& p;
   u8* ring;
-  u8* xs;       // the phase's input vectors, bf16, XS_STRIDE bytes per token, or attention's scratch
-  float* part;  // partial sums
+  u8* xs;       // the phase's input vectors, bf16, XS_STRIDE bytes per token
+  float* part;  // partial sums, or attention's scratch
   Shared& s;
   u32 full, empty;
   int cta;
@@ -601,8 +555,9 @@ struct Consumer {
   template <int K>
   DEV bool share_of(int i, int columns, int& token, int& k8) {
     constexpr int PER_TOKEN = Share<K>::PER_TOKEN;
-    const int place = CONSUMERS % PER_TOKEN == 0 ? t : t + i * CONSUMERS;
-    token = place / PER_TOKEN + (CONSUMERS % PER_TOKEN == 0 ? i * (CONSUMERS / PER_TOKEN) : 0);
+    constexpr bool IS_WHOLE = CONSUMERS % PER_TOKEN == 0;  // the same part of one token or another
+    const int place = IS_WHOLE ? t : t + i * CONSUMERS;
+    token = place / PER_TOKEN + (IS_WHOLE ? i * (CONSUMERS / PER_TOKEN) : 0);
     k8 = place % PER_TOKEN;
     return token < TOKENS && k8 * 8 < min(K, columns);
   }
@@ -648,10 +603,13 @@ struct Consumer {
       share_of<K>(j, columns, token, k8);
       from[j] = start + token * FfVector::STRIDE + FfVector::place(first + k8 * 8);
     }
-    settle(a, from);
+    if (ASKS_TOGETHER) settle(a, from);
 #pragma unroll
     for (int j = 0; j < TURNS; j++)
-      if (share_of<K>(j, columns, token, k8)) put8<false>(token, k8, a[j], a[j]);
+      if (share_of<K>(j, columns, token, k8)) {
+        if (!ASKS_TOGETHER) settle(a[j], from[j]);
+        put8<false>(token, k8, a[j], a[j]);
+      }
     consumers_sync();
   }
 
@@ -671,22 +629,22 @@ struct Consumer {
         a[j] = make_uint4(0, 0, 0, 0);
         if (NORMED) weights[j] = make_uint4(0, 0, 0, 0);
         const bool is_mine = share_of<K>(turn + j, columns, token, k8);
-        from[j] = start + token * V::STRIDE + V::place(first + k8 * 8);
+        from[j] = EMBEDDING ? start + (i64)s.token[token] * HIDDEN + k8 * 8
+                            : start + token * V::STRIDE + V::place(first + k8 * 8);
         if (is_mine) {
           if (NORMED) weights[j] = __ldg((const uint4*)norm + k8);
-          if (EMBEDDING)
-            a[j] = __ldg((const uint4*)(start + (i64)s.token[token] * HIDDEN) + k8);
-          else
-            a[j] = load_words4((const u32*)from[j]);
+          a[j] = EMBEDDING ? __ldg((const uint4*)from[j]) : load_words4((const u32*)from[j]);
         }
       }
       if (turn == 0) between();
-      if (!EMBEDDING) settle(a, from);
+      if (ASKS_TOGETHER && !EMBEDDING) settle(a, from);
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
         float squares = 0.f;
-        if (share_of<K>(turn + j, columns, token, k8))
+        if (share_of<K>(turn + j, columns, token, k8)) {
+          if (!ASKS_TOGETHER && !EMBEDDING) settle(a[j], from[j]);
           squares = put8<NORMED>(token, k8, a[j], weights[NORMED ? j : 0]);
+        }
         if (NORMED && token < TOKENS) {
           squares = warp_sum(squares);
           if (lane == 0) s.sums_of_squares[token * NORM_WARPS + k8 / 32] = squares;
@@ -839,7 +797,7 @@ struct Consumer {
   // Where a (warp, head)'s column lies in the scratch; turned by 4 per head to spread the banks.
   template <int DP>
   DEV float* scratch(int place, int head, int column) {
-    return (SCRATCH_IN_XS ? (float*)xs : part) + place * DP + (column + head * 4) % DP;
+    return part + place * DP + (column + head * 4) % DP;
   }
 
   // Brings a tile's keys and values (64 columns from `column` on) into L2.
@@ -983,9 +941,7 @@ constexpr int PART_HEADS = (GROUP + HEAD_PARTS - 1) / HEAD_PARTS;
 static_assert(DIRECT_DP == 16 || DIRECT_DP == 32 || DIRECT_DP == 64, "columns of a short context");
 constexpr int SPLIT_DP = 64, HALVES = HEAD_DIM / SPLIT_DP, SPLIT_TILES = 16 / HALVES;
 constexpr int PAIR_OUTPUTS = GROUP * HEAD_DIM, SPLIT_OUTPUTS = (PAIR_OUTPUTS + SPLITS - 1) / SPLITS;
-static_assert(16 * GROUP * SPLIT_DP * 4 <= (SCRATCH_IN_XS ? TOKENS * XS_STRIDE : PART_FLOATS * 4) &&
-                  PAIR_OUTPUTS <= PART_FLOATS,
-              "attention's scratch");
+static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOATS, "attention's scratch");
 
 // This block's (token, KV head) pair and its place among the pair's blocks. Worked out anew where it is
 // needed, which costs less than registers.
@@ -1031,7 +987,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
     } else if (tid == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta, 0u, 0ull};
+      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
         producer.stream<Qkv>();
@@ -1147,7 +1103,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
           c.publish<AttVector>(X_ATT, pair_token,
                                (kv_head * GROUP + head) * HEAD_DIM + part_index * DIRECT_DP + d, value / sum);
         }
-        if (SCRATCH_IN_XS) consumers_sync();  // xs is written below
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
         c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
