@@ -16,7 +16,7 @@ from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
 from tests.models.reference import PagedDecoder, spec_of, weights_of
 from tiny_vllm import LLM, RequestOutput, SamplingParams
 from tiny_vllm.engine import build
-from tiny_vllm.engine.decode_graphs import DecodeGraphs
+from tiny_vllm.engine.decode_graphs import DecodeGraphs, row_bucket
 from tiny_vllm.engine.runner import Runner
 from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.kernels.cuda.errors import CompileError
@@ -207,3 +207,10 @@ def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page(max_m
         assert (pages[:, 1:] == 7).all()
         assert not (pages[:, 0, :, : min(max_model_len, 16)] == 7).any()
         assert (pages[:, 0, :, max_model_len:] == 7).all()
+
+
+def test_rows_are_padded_by_less_than_half_and_beyond_32_by_less_than_a_step() -> None:
+    buckets = [row_bucket(number) for number in range(1, 600)]
+    assert all(number <= bucket < 2 * number for number, bucket in enumerate(buckets, 1))
+    assert all(bucket - number < (32 if number <= 256 else 64) for number, bucket in enumerate(buckets, 1))
+    assert sorted(set(buckets))[:9] == [1, 2, 4, 8, 16, 32, 64, 96, 128]

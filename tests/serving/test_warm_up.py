@@ -13,8 +13,10 @@ from tiny_vllm.serving.warm_up import warm_up
 
 
 @pytest.mark.parametrize("num_steps_ahead", [0, 1])
-@pytest.mark.parametrize(("num_slots", "sizes"), [(1, {1}), (5, {1, 2, 4, 5}), (16, {1, 2, 4, 8, 16})])
-def test_every_power_of_two_of_sequences_has_decoded_together(
+@pytest.mark.parametrize(
+    ("num_slots", "sizes"), [(1, {1}), (5, {1, 2, 4, 5}), (40, {1, 2, 4, 8, 16, 32, 40})]
+)
+def test_every_number_of_sequences_that_graphs_are_made_for_has_decoded_together(
     num_slots: int, sizes: set[int], num_steps_ahead: int
 ) -> None:
     fake = FakeEngine(max_num_seqs=num_slots, num_steps_ahead=num_steps_ahead)

@@ -12,6 +12,18 @@ from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.models.decode_chain import DecodeChain
 
 MIN_CONTEXT_BUCKET = 1024
+# Up to the first number of rows in powers of two, beyond in steps: (most rows, step). A padding row costs
+# attention as much as some hundred tokens, and products of more than a hundred rows their arithmetic.
+POWERS_OF_TWO = 32
+STEPS = ((256, 32), (1 << 40, 64))
+
+
+def row_bucket(num_rows: int) -> int:
+    """Rows of the graph that serves a step of so many."""
+    if num_rows <= POWERS_OF_TWO:
+        return 1 << (num_rows - 1).bit_length()
+    step = next(step for most, step in STEPS if num_rows <= most)
+    return -(-num_rows // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +43,9 @@ class _PaddedSlots:
 
 
 class DecodeGraphs:
-    """One graph per number of rows and longest context, both rounded up to powers of two, and per kind: with
-    the draw, or logits alone. Captured when first needed, so that starting costs nothing; rows beyond a
-    step's own are padding. A `DecodeStepper`.
+    """One graph per number of rows, rounded up by `row_bucket`, and longest context, rounded up to a power of
+    two, and per kind: with the draw, or logits alone. Captured when first needed, so that starting costs
+    nothing; rows beyond a step's own are padding. A `DecodeStepper`.
 
     state: columns of the slot tables; temperature: [slots] FP32. capture: False runs the same kernels one by
     one (enforce_eager).
@@ -61,7 +73,7 @@ class DecodeGraphs:
         return self._run(slots, max_context_len, with_draw=False)[: slots.shape[0]]
 
     def _run(self, slots: Tensor, max_context_len: int, *, with_draw: bool) -> Tensor:
-        num_rows = 1 << (slots.shape[0] - 1).bit_length()
+        num_rows = row_bucket(slots.shape[0])
         context = max(MIN_CONTEXT_BUCKET, 1 << (max_context_len - 1).bit_length())
         padded = self._pad(slots, num_rows)
         if not self._capture:

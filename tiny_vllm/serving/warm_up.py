@@ -1,10 +1,11 @@
 """What a server computes before it says that it is ready, so that no client waits for kernels being compiled.
 
-A GPU prepares a decode step for each number of sequences, rounded up to a power of two, when it first sees
-it: so as many sequences as there are slots run, and half of those left end every other step. Besides, a
-prompt long enough to leave the paths for a handful of tokens, and a request that filters and penalises:
-penalties are a chain of torch operations whose kernels CUDA loads when they are first used. On a GPU also a
-long prompt beside a sequence that decodes: products and attention of many tokens have kernels of their own.
+A GPU prepares a decode step for each number of sequences, rounded up (see `decode_graphs`), when it first
+sees it: so as many sequences as there are slots run, and every other step ends those of the largest number
+left. Besides, a prompt long enough to leave the paths for a handful of tokens, and a request that filters and
+penalises: penalties are a chain of torch operations whose kernels CUDA loads when they are first used. On a
+GPU also a long prompt beside a sequence that decodes: products and attention of many tokens have kernels of
+their own.
 Small steps with a prompt are CUDA graphs there, recorded when their shape has come some times: those of one
 prompt, alone and beside up to 64 sequences, come that often.
 """
@@ -39,10 +40,13 @@ def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
         _run(engine, [((0,) * max(1, min(LONG_PROMPT_LEN, room // 2)), GREEDY)])
         if not config.enforce_eager:
             _visit_shapes(engine, config, room)
-    num_halvings = (config.max_num_seqs - 1).bit_length()
-    pages_each = -(-(3 + 2 * num_halvings) // config.page_size)
+    # What imports it is light without.
+    from tiny_vllm.engine.decode_graphs import row_bucket
+
+    buckets = sorted({row_bucket(number) for number in range(1, config.max_num_seqs + 1)})
+    pages_each = -(-(1 + 2 * len(buckets)) // config.page_size)
     count = min(config.max_num_seqs, config.num_pages // pages_each)
-    lens = [2 + 2 * (num_halvings - index.bit_length()) for index in range(count)]
+    lens = [2 * (len(buckets) - buckets.index(row_bucket(index + 1))) for index in range(count)]
     _run(engine, [((0,), replace(GREEDY, max_tokens=length)) for length in lens])
 
 

@@ -53,7 +53,7 @@ class Variant:
 
 
 # By head size: 192 KB of keys and values.
-VARIANTS = {64: Variant(tile=64), 128: Variant(tile=32, extra=16)}
+VARIANTS = {64: Variant(tile=64, extra=96), 128: Variant(tile=32, extra=48)}
 
 
 @dataclass(frozen=True, slots=True)
