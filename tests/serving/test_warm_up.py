@@ -19,7 +19,7 @@ from tiny_vllm.serving.warm_up import warm_up
 def test_every_number_of_sequences_that_graphs_are_made_for_has_decoded_together(
     num_slots: int, sizes: set[int], num_steps_ahead: int
 ) -> None:
-    fake = FakeEngine(max_num_seqs=num_slots, num_steps_ahead=num_steps_ahead)
+    fake = FakeEngine(max_num_seqs=num_slots, num_pages=400, num_steps_ahead=num_steps_ahead)
     warm_up(fake.engine, fake.engine.config)
     plans = fake.executor.plans
     assert {len(plan.decode_slots) for plan in plans if not plan.chunks} >= sizes

@@ -30,7 +30,7 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
 )
 
 # Whether the engine uses it. Not before it has been measured.
-TAKES_HOPPER_DECODE = False
+TAKES_HOPPER_DECODE = True
 # Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
 MIN_SEQUENCES = 16
 # Their lengths and rows lie in shared memory.
