@@ -13,6 +13,7 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.mask_filtered import mask_filtered
+from tiny_vllm.kernels.norm_and_pick import norm_and_pick
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
 from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
@@ -152,7 +153,7 @@ def test_norms_over_all_heads(q_size: int, kv_size: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
+@pytest.mark.parametrize("num_tokens", [8, 64, 2048])
 def test_mixture_of_experts(num_tokens: int, capability: int) -> None:
     pdl = capability == 90
     matrices = ExpertMatrices(meta(128, 1536, 2048), meta(128, 2048, 768), None, None)
@@ -166,6 +167,54 @@ def test_mixture_of_experts(num_tokens: int, capability: int) -> None:
     assert all(("wgmma" if pdl else "mma.sync") in kernel.ptx for kernel in products)
     assert all("cp.async" in kernel.ptx for kernel in products)
     assert not pdl or all(kernel.ptx.count("griddepcontrol.wait") == 1 for kernel in kernels)
+
+
+# tokens, experts, active, hidden, inner; most registers of gate and up, of down: 128 threads with 168 of them
+# fit three times, with 128 four times
+FEW_PICKS = {
+    "qwen3_1": (1, 128, 8, 2048, 768, 112, 96),
+    "qwen3_4": (4, 128, 8, 2048, 768, 128, 128),
+    "mixtral": (1, 8, 2, 4096, 14336, 168, 128),
+    "gpt_oss": (2, 32, 4, 2880, 2880, 168, 128),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FEW_PICKS)
+def test_few_picks_of_experts(case: str, dtype: torch.dtype) -> None:
+    num_tokens, num_experts, num_active, hidden, inner, *most_registers = FEW_PICKS[case]
+    gate_up, down = (
+        meta(num_experts, 2 * inner, hidden, dtype=dtype),
+        meta(num_experts, hidden, inner, dtype=dtype),
+    )
+    biases = meta(num_experts, 2 * inner, dtype=dtype), meta(num_experts, hidden, dtype=dtype)
+    logits = meta(1, num_tokens, num_experts, dtype=torch.float32)
+    with compiling() as kernels:
+        picks = norm_and_pick(
+            meta(num_tokens, hidden, dtype=dtype), meta(hidden), 1e-6, logits, None, num_active, True, True
+        )
+        expert_parts(*picks, ExpertMatrices(gate_up, down, *biases), "silu", True)
+    check(kernels)
+    pick, first, second = kernels
+    # A warp that needs no other, and an instruction for the largest of its lanes.
+    assert pick.name == "_norm_and_pick_kernel" and pick.num_warps == 1 and "bar.sync" not in pick.ptx
+    assert num_experts < 32 or "redux.sync" in pick.ptx
+    for kernel, most in zip((first, second), most_registers, strict=True):
+        assert kernel.name == "_picked_product_kernel" and kernel.num_registers <= most
+        constants = kernel.constants
+        loads = (
+            constants["NUM_TILES"] * constants["BLOCK_N"] // kernel.num_warps * (1 + constants["IS_FIRST"])
+        )
+        assert kernel.ptx.count("griddepcontrol.wait") == 1
+        # All weights of the first step are asked for before anything is multiplied, 16 bytes at a time.
+        before = kernel.ptx[: kernel.ptx.index("fma.rn.f32")]
+        assert before.count("ld.global.L1::evict_first.L2::cache_hint.v4.b32") == loads
+        assert kernel.ptx.rindex("bar.sync", 0, len(before)) > before.rindex("evict_first")
+    before, after = second.ptx.split("griddepcontrol.wait")
+    assert before.count("evict_first") >= 3 and "st.global" not in before
+    # The first product asks for its successor when its picks are complete.
+    before, after = first.ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after and "ld.global" not in before
 
 
 def test_kernels_for_many_tokens() -> None:

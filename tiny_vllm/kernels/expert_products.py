@@ -13,7 +13,7 @@ The host never learns who picked what: rows are sorted and cut into tiles on the
 programs are launched for as many (tile, rows of a matrix) as there can be; those of empty tiles leave at
 once. As in tiled_linear.py, rows of a matrix are the operand of 64 rows, so that few tokens waste nothing,
 and tiles go through shared memory. Nothing can be loaded before the wait for the preceding kernel, which
-decides what to load.
+decides what to load. Few picks are not sorted: see picked_experts.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tiny_vllm.kernels.expert_tiles import ExpertTiles, expert_tiles
 from tiny_vllm.kernels.gated_activation import activate, activate_ref
+from tiny_vllm.kernels.picked_experts import picked_parts, takes_picks
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     dot,
@@ -217,6 +218,11 @@ def _launch_expert_parts(
 ) -> Tensor:
     num_experts, hidden_size, inner_size = matrices.down.shape
     num_tokens, num_active = experts.shape
+    if takes_picks(num_tokens, num_active, num_experts):
+        return picked_parts(
+            x, experts, weights, matrices.gate_up, matrices.down, matrices.gate_up_bias, matrices.down_bias,
+            activation, pdl,
+        )  # fmt: skip
     tiles = choose_tiles(experts.numel(), num_experts, x.dtype)
     rows = expert_tiles(experts.flatten(), num_experts, tiles.block_m, pdl)
     x = x.contiguous()

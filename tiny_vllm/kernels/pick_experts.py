@@ -2,12 +2,14 @@
 
     p = softmax(sum over s of parts[s] + b);  the NUM_ACTIVE largest p, or these divided by their sum
 
-parts [S, T, E], b [E] -> experts [T, NUM_ACTIVE] int32, the likeliest first, and weights FP32. Equal ones
+parts [S, T, E], b [E] -> experts [T, NUM_ACTIVE] int32, the likeliest first, and weights FP32. Equal logits
 favour the lower expert, so that a row alone decides its experts. FP32 arithmetic. Moves S * T * E values:
 bound by latency. Source: Shazeer et al. 2017, arXiv 1701.06538.
 
-A program takes a token: its probabilities stay in registers while the largest is taken out NUM_ACTIVE times.
-It adds the parts of a product whose K was split, as every kernel does that needs whole rows.
+A program of one warp takes a token: its logits stay in registers while the largest is taken out NUM_ACTIVE
+times. They are compared as integers of the same order, for which a warp has an instruction that finds the
+largest of all its lanes. A program adds the parts of a product whose K was split, as every kernel does that
+needs whole rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,8 +30,10 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# 512 experts are four per thread.
+# Lanes of one warp find the largest of all without a barrier; 512 experts are 16 per lane.
 NUM_WARPS = 1
+# The least integer, of no logit.
+NOTHING = tl.constexpr(-(1 << 31))
 
 
 def pick_experts_ref(
@@ -39,9 +43,50 @@ def pick_experts_ref(
     logits = parts.float().sum(0)
     if bias is not None:
         logits = logits + bias.float()
-    probabilities, experts = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = probabilities[:, :num_active], experts[:, :num_active].int()
-    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_active]
+    weights = logits.softmax(-1).gather(-1, experts)
+    return experts.int(), weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+@jit
+def store_picks(
+    experts_ptr, weights_ptr, parts_ptr, bias_ptr, token, num_tokens,
+    NUM_EXPERTS: tl.constexpr, NUM_ACTIVE: tl.constexpr, SPLITS: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All of a program's work for a token. Waits for the preceding kernel."""
+    expert = tl.arange(0, BLOCK)
+    is_expert = expert < NUM_EXPERTS
+    logits = tl.zeros((BLOCK,), tl.float32)
+    if bias_ptr is not None:
+        logits = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
+    if PDL:
+        wait_for_predecessor()
+    for split in tl.static_range(SPLITS):
+        place = (split * num_tokens + token).to(tl.int64) * NUM_EXPERTS + expert
+        logits += tl.load(parts_ptr + place, mask=is_expert, other=0.0).to(tl.float32)
+
+    # Minus zero equals zero. What is no number comes after all numbers, but before what is no expert.
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    left = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    left = tl.where(logits == logits, left, NOTHING + 1)
+    left = tl.where(is_expert, left, NOTHING)
+    place = tl.full((BLOCK,), NUM_ACTIVE, tl.int32)
+    for count in tl.static_range(NUM_ACTIVE):
+        best = tl.min(tl.where(left == tl.max(left, 0), expert, BLOCK), 0)
+        place = tl.where(expert == best, count, place)
+        left = tl.where(expert == best, NOTHING, left)
+
+    logits = tl.where(is_expert, logits, float("-inf"))
+    maximum = tl.max(logits, 0)
+    shares = tl.exp(logits - tl.where(maximum == float("-inf"), 0.0, maximum))
+    is_picked = place < NUM_ACTIVE
+    # A maximum passes over what is no number, a sum does not: the weights of such a row are none either.
+    in_total = is_picked | (shares != shares) if NORMALIZE else is_expert
+    weights = shares / tl.sum(tl.where(in_total, shares, 0.0), 0)
+    where = token * NUM_ACTIVE + place
+    tl.store(experts_ptr + where, expert, mask=is_picked)
+    tl.store(weights_ptr + where, weights, mask=is_picked)
 
 
 @jit(do_not_specialize=("num_tokens",))
@@ -56,46 +101,15 @@ def _pick_experts_kernel(
     SPLITS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_ACTIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T,). bias_ptr may be None."""
-    token = tl.program_id(0)
     if PDL:
         launch_dependents()
-    expert = tl.arange(0, BLOCK)
-    is_expert = expert < NUM_EXPERTS
-    logits = tl.zeros((BLOCK,), tl.float32)
-    if bias_ptr is not None:
-        logits = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
-    if PDL:
-        wait_for_predecessor()
-    for split in tl.static_range(SPLITS):
-        place = (split * num_tokens + token).to(tl.int64) * NUM_EXPERTS + expert
-        logits += tl.load(parts_ptr + place, mask=is_expert, other=0.0).to(tl.float32)
-    logits = tl.where(is_expert, logits, float("-inf"))
-    # A maximum passes over what is no number, a sum does not: the weights of such a row are none either.
-    maximum = tl.max(logits, 0)
-    shares = tl.exp(logits - tl.where(maximum == float("-inf"), 0.0, maximum))
-    total = tl.sum(shares, 0)
-
-    rank = tl.arange(0, BLOCK_ACTIVE)
-    picked = tl.zeros((BLOCK_ACTIVE,), tl.int32)
-    weights = tl.zeros((BLOCK_ACTIVE,), tl.float32)
-    left = tl.where(is_expert, shares, -1.0)
-    for place in tl.static_range(NUM_ACTIVE):
-        largest = tl.max(left, 0)
-        # No expert may be the largest then, but one that exists must be picked.
-        best = tl.minimum(tl.min(tl.where(left == largest, expert, BLOCK), 0), NUM_EXPERTS - 1)
-        picked = tl.where(rank == place, best, picked)
-        weights = tl.where(rank == place, largest, weights)
-        left = tl.where(expert == best, -1.0, left)
-    weights = weights / total
-    if NORMALIZE:
-        weights = weights / tl.sum(weights, 0)
-    where = token * NUM_ACTIVE + rank
-    tl.store(experts_ptr + where, picked, mask=rank < NUM_ACTIVE)
-    tl.store(weights_ptr + where, weights, mask=rank < NUM_ACTIVE)
+    store_picks(
+        experts_ptr, weights_ptr, parts_ptr, bias_ptr, tl.program_id(0), num_tokens,
+        NUM_EXPERTS, NUM_ACTIVE, SPLITS, NORMALIZE, BLOCK, PDL,
+    )  # fmt: skip
 
 
 @with_fallback(pick_experts_ref)
@@ -117,7 +131,6 @@ def _launch_pick_experts(
         SPLITS=splits,
         NORMALIZE=normalize,
         BLOCK=next_power_of_2(num_experts),
-        BLOCK_ACTIVE=next_power_of_2(num_active),
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )

@@ -6,16 +6,20 @@ overlap by programmatic dependent launch where the GPU has it.
 
 A layer of up to MAX_SMALL_ROWS rows: QKV with norm, rotation and cache write; attention in two kernels;
 output product with residual; gate and up with norm and activation; down with residual. Where heads have norms
-of their own, or keys are stored in FP8, attention does the rotation. With more rows the products are tiled,
-and where K is split the next kernel adds the parts: QKV; rotation, cache write and attention; output product;
-residual and norm; gate and up with activation; down; residual and the next layer's norm. This is also the
-way, with any number of rows, of families that do more than add to the residual stream, and of experts:
-router; choice of experts; their tiles; gate and up; down, whose parts are those of the picked experts. Where
-queries and keys have a norm over all heads, a kernel more sums their parts and norms them.
+of their own, or keys are stored in FP8, attention does the rotation. With experts, what follows the output
+product is: router with norm; choice of experts, and the norm for them; gate and up; down; the sum over picked
+experts with residual.
+With more rows the products are tiled, and where K is split the next kernel adds the parts: QKV; rotation,
+cache write and attention; output product; residual and norm; gate and up with activation; down; residual and
+the next layer's norm. This is also the way, with any number of rows, of families that do more than add to the
+residual stream. Of experts it is router; choice of experts; their tiles; gate and up; down, whose parts are
+those of the picked experts. Where queries and keys have a norm over all heads, a kernel more sums their parts
+and norms them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,6 +31,7 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.norm_and_pick import norm_and_pick
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
 from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
@@ -41,6 +46,10 @@ from tiny_vllm.models.chain_layers import ChainLayer, chain_layers, offset_norm
 from tiny_vllm.models.kv_cache import KVCache
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import ModelWeights
+
+# A program's share of a mixture's sum, where the sum is not normed: 8 parts of 256 values, 8 KB, in place of
+# a multiprocessor's 64 KB with a whole row of 2,048.
+SUM_COLUMNS = 256
 
 
 class DecodeChain:
@@ -66,10 +75,7 @@ class DecodeChain:
         self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         # Only sums: the products before them take them over.
         self._adds_only = (
-            spec.norm_placement == "input"
-            and spec.qk_norm != "whole"
-            and spec.residual_multiplier == 1.0
-            and spec.experts is None
+            spec.norm_placement == "input" and spec.qk_norm != "whole" and spec.residual_multiplier == 1.0
         )
         # Rounded to the model's type, as the embedding is.
         self._embedding_multiplier = torch.tensor(
@@ -181,6 +187,9 @@ class DecodeChain:
             hidden = norm_linear(
                 attended.flatten(1), weights.output, bias=weights.output_bias, residual=hidden, pdl=pdl
             )
+            if layer.experts is not None:
+                hidden = self._add_mixture(hidden, layer, layer.experts)
+                continue
             activated = norm_linear(
                 hidden,
                 weights.gate_up,
@@ -193,6 +202,22 @@ class DecodeChain:
             )
             hidden = norm_linear(activated, weights.down, bias=weights.down_bias, residual=hidden, pdl=pdl)
         return hidden
+
+    def _add_mixture(self, hidden: Tensor, layer: ChainLayer, matrices: ExpertMatrices) -> Tensor:
+        """Of few rows. Whoever reads the sum norms it, so its columns may be summed by several programs."""
+        spec, router, norm = self._spec.experts, layer.weights.router, layer.post_attention_norm
+        assert spec is not None and router is not None and norm is not None
+        eps, pdl = self._spec.rms_norm_eps, self._pdl
+        logits = norm_linear(
+            hidden, router, norm_weight=norm, eps=eps, out_dtype=torch.float32, pdl=pdl
+        ).unsqueeze(0)
+        normed, experts, weights = norm_and_pick(
+            hidden, norm, eps, logits, layer.weights.router_bias, spec.num_active, spec.normalize, pdl
+        )
+        parts = expert_parts(normed, experts, weights, matrices, self._spec.activation, pdl)
+        width = math.gcd(hidden.shape[1], SUM_COLUMNS)
+        sums, _ = finish_rows(parts.view(len(parts), -1, width), hidden.view(-1, width), None, eps, pdl=pdl)
+        return sums.view(hidden.shape)
 
     def _many_rows(self, inputs: SlotInputs, page_table: Tensor, max_context_len: int | None) -> Tensor:
         hidden, eps, pdl = inputs.hidden, self._spec.rms_norm_eps, self._pdl
