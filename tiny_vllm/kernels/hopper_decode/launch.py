@@ -29,7 +29,7 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
     is_hopper,
 )
 
-# Whether the engine uses it. Not before it has been measured.
+# Whether the engine uses it: measurements compare.
 TAKES_HOPPER_DECODE = True
 # Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
 MIN_SEQUENCES = 16
