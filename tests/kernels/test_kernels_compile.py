@@ -142,6 +142,30 @@ def test_attention_with_the_traits_of_families(head_dim: int) -> None:
     assert len(kernels) == 5
 
 
+def loads_before_the_first_sum(num_sequences: int) -> tuple[int, int]:
+    """Of attention with head norms: before the wait, and from there to the first sum of several threads."""
+    cache, index = meta(100, 4, 16, 128), meta(num_sequences, dtype=torch.int64)
+    parts = meta(1, num_sequences, 40 * 128, dtype=torch.float32)
+    table, angles = meta(16, 256, dtype=torch.int64), meta(4096, 128, dtype=torch.float32)
+    norms = HeadNorms(meta(128), meta(128), 1e-6)
+    with compiling() as kernels:
+        rope_and_attend(
+            parts, None, angles, index, cache, cache, table, index, 32, 0.1, head_norms=norms, pdl=True
+        )
+    check(kernels)
+    before, after = kernels[0].ptx.split("griddepcontrol.wait")
+    return before.count("ld.global"), after[: after.index("shfl.sync")].count("ld.global")
+
+
+def test_few_sequences_wait_once_for_all_their_values() -> None:
+    """Of the newest token they are its key, the partners of that, and its value; more sequences load them
+    when they are needed."""
+    (before, first), (same, fewer) = loads_before_the_first_sum(8), loads_before_the_first_sum(9)
+    assert before == same and first == fewer + 3
+    # Keys and values of the first tile; norms.
+    assert before >= 16 + 4
+
+
 @pytest.mark.parametrize(("q_size", "kv_size"), [(2048, 2048), (4096, 4096), (5120, 1024)])
 def test_norms_over_all_heads(q_size: int, kv_size: int) -> None:
     parts = meta(4, 16, q_size + 2 * kv_size, dtype=torch.float32)
