@@ -206,13 +206,12 @@ def _picked_product_kernel(
             wait_for_predecessor()
         launch_dependents()
     pick = tl.program_id(0)
-    # Past the first cache level, which may still hold another step's picks.
-    expert = tl.load(experts_ptr + pick, cache_modifier=".cg").to(tl.int64)
+    expert = tl.load(experts_ptr + pick).to(tl.int64)
     others = tl.arange(0, BLOCK_PICKS)
     is_same = others == 0
     if BLOCK_PICKS > 1:
         is_pick = others < num_tokens * NUM_ACTIVE
-        picked = tl.load(experts_ptr + others, mask=is_pick, other=-1, cache_modifier=".cg")
+        picked = tl.load(experts_ptr + others, mask=is_pick, other=-1)
         is_same = picked == expert
         if tl.min(tl.where(is_same, others, BLOCK_PICKS), 0) < pick:
             return
