@@ -74,7 +74,7 @@ def test_padded_steps_give_the_tokens_of_steps_as_they_are(case: str, ahead: boo
         recorder = CountingRecorder()
         take_graphs(llm, recorder)
         assert generate(llm) == expected
-    assert recorder.num_replays > recorder.num_recorded > 3
+    assert recorder.num_replays > recorder.num_recorded > 1
 
 
 def test_a_shape_is_recorded_when_it_comes_again(path: str) -> None:
@@ -227,13 +227,13 @@ def test_prompt_logprobs_and_embeddings_come_from_padded_steps(path: str) -> Non
 @pytest.mark.parametrize(
     ("num_decodes", "lens", "expected"),
     [
-        (0, (1,), (0, 64, 1)),
-        (0, (64,), (0, 64, 1)),
+        (0, (1,), (0, 64, 4)),
+        (0, (64,), (0, 64, 4)),
         (0, (60, 5), (0, 128, 4)),
-        (1, (60,), (4, 60, 1)),
-        (1, (61,), (4, 124, 1)),
+        (1, (60,), (4, 60, 4)),
+        (1, (61,), (4, 124, 4)),
         (3, (500, 8, 1, 1, 1), (4, 508 + 128, 16)),
-        (0, (MAX_ROWS,), (0, MAX_ROWS, 1)),
+        (0, (MAX_ROWS,), (0, MAX_ROWS, 4)),
     ],
 )
 def test_shapes_have_room_for_the_step(

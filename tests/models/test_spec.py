@@ -10,6 +10,7 @@ import torch
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.build import _free_gpu_bytes
+from tiny_vllm.engine.forward_graphs import MAX_ROWS
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 ROPE = RopeSpec(theta=1e4, rotary_dim=16)
@@ -112,4 +113,4 @@ def test_memory_for_a_step_follows_the_experts(monkeypatch: pytest.MonkeyPatch) 
     config = EngineConfig(model="any", max_num_batched_tokens=1000, max_num_seqs=4)
     experts = ExpertsSpec(num_experts=8, num_active=4, intermediate_size=50)
     dense, mixed = (_free_gpu_bytes(config, spec, 2, 0) for spec in (LLAMA, replace(LLAMA, experts=experts)))
-    assert dense - mixed == 1000 * (3 * (4 * 50 - 96) * 2 + 4 * 64 * 4)
+    assert dense - mixed == (1000 + MAX_ROWS) * (3 * (4 * 50 - 96) * 2 + 4 * 64 * 4)

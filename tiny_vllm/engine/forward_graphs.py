@@ -27,7 +27,7 @@ ROW_BUCKETS = (64, 128, 256, 384, 512, 640, 768, 896, 1024)
 MAX_ROWS = ROW_BUCKETS[-1]
 # Spare sequences cost little, and every size less is a graph less.
 DECODE_BUCKETS = (0, 4, 16, 64, 256)
-CHUNK_BUCKETS = (1, 4, 16, 64, 256, 1024)
+CHUNK_BUCKETS = (4, 16, 64, 256, 1024)
 # Tokens that the page tables of decodes have room for, times 4 until they suffice: into how many parts
 # attention splits contexts depends on it.
 MIN_CONTEXT_BUCKET = 1024

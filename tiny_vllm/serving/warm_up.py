@@ -5,9 +5,9 @@ sees it: so as many sequences as there are slots run, and every other step ends 
 left. Besides, a prompt long enough to leave the paths for a handful of tokens, and a request that filters and
 penalises: penalties are a chain of torch operations whose kernels CUDA loads when they are first used. On a
 GPU also a long prompt beside a sequence that decodes: products and attention of many tokens have kernels of
-their own.
-Small steps with a prompt are CUDA graphs there, recorded when their shape has come some times: those of one
-prompt, alone and beside up to 64 sequences, come that often.
+their own. Small steps with prompts are CUDA graphs there, recorded when their shape has come some times,
+which stops everything for some 0.1 s: those of up to four prompts, alone and beside up to 256 sequences, come
+that often.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT_LEN = 64
 LONG_PROMPT_LEN = 2048
 NUM_TOKENS = 4
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0, detokenize=False)
-MOST_DECODES = 64
+MOST_DECODES = 256
 FILTERED = replace(GREEDY, temperature=1.0, seed=0, top_p=0.9, top_k=50, repetition_penalty=1.1)
 
 
@@ -51,7 +51,7 @@ def warm_up(engine: DrivenEngine, config: EngineConfig) -> None:
 
 
 def _visit_shapes(engine: DrivenEngine, config: EngineConfig, room: int) -> None:
-    """Steps of one prompt beside some decodes, that fill each shape of `forward_graphs`, until it is
+    """Steps of a prompt beside some decodes, that fill each shape of `forward_graphs`, until it is
     recorded."""
     # What imports it is light without.
     from tiny_vllm.engine.forward_graphs import DECODE_BUCKETS, RECORD_AT, ROW_BUCKETS
