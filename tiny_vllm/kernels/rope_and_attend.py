@@ -102,6 +102,13 @@ def _newest_key(parts_ptr, bias_ptr, place, dims, partners, mask, num_values, SP
 
 
 @jit
+def _head_norm(norm_ptr, dims, partners, is_dim):
+    """FP32 weights of the dimensions, and of their partners."""
+    own = tl.load(norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    return own, tl.load(norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
+
+
+@jit
 def _in_its_layout(values):
     """The same values, which the compiler then does not compute in every warp: for the operand of a product
     that all warps read, it would otherwise (with heads of 128: 255 registers and spills, instead of 128)."""
@@ -203,12 +210,10 @@ def _rope_and_attend_kernel(
     sin = tl.where(is_first, -sin, sin)
     cell = tl.load(cells_ptr + sequence)
     cell_row = ((cell // PAGE_SIZE).to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE
-    if q_norm_ptr is not None:
-        q_norm = tl.load(q_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-        q_norm_turned = tl.load(q_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
-    if k_norm_ptr is not None:
-        k_norm = tl.load(k_norm_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-        k_norm_turned = tl.load(k_norm_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
+    # Before the wait, except where FP8's registers do not suffice.
+    if q_norm_ptr is not None and k_scales_ptr is None:
+        q_norm, q_norm_turned = _head_norm(q_norm_ptr, dims, partners, is_dim)
+        k_norm, k_norm_turned = _head_norm(k_norm_ptr, dims, partners, is_dim)
     if PDL:
         wait_for_predecessor()
 
@@ -220,24 +225,31 @@ def _rope_and_attend_kernel(
     turned = _sum_parts(
         parts_ptr, bias_ptr, q_place + partners[None, :], is_q, num_values, SPLITS, HAS_BIAS, WIDTH
     )
-    is_new = is_dim & holds_newest
-    k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    v_place = k_place + NUM_KV_HEADS * HEAD_DIM + dims
     if LOADS_FIRST:
+        is_new = is_dim & holds_newest
+        k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
+        v_place = k_place + NUM_KV_HEADS * HEAD_DIM + dims
         k, k_turned = _newest_key(
             parts_ptr, bias_ptr, k_place, dims, partners, is_new, num_values, SPLITS, HAS_BIAS, WIDTH
         )
         v = _sum_parts(parts_ptr, bias_ptr, v_place, is_new, num_values, SPLITS, HAS_BIAS, WIDTH)
     if q_norm_ptr is not None:
+        if k_scales_ptr is not None:
+            q_norm, q_norm_turned = _head_norm(q_norm_ptr, dims, partners, is_dim)
         norm = tl.rsqrt(tl.sum(q * q, 1) / HEAD_DIM + eps)[:, None]
         q *= norm * q_norm[None, :]
         turned *= norm * q_norm_turned[None, :]
     q = _in_its_layout((q * cos[None, :] + turned * sin[None, :]).to(output_ptr.dtype.element_ty))
     if not LOADS_FIRST:
+        is_new = is_dim & holds_newest
+        k_place = row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
+        v_place = k_place + NUM_KV_HEADS * HEAD_DIM + dims
         k, k_turned = _newest_key(
             parts_ptr, bias_ptr, k_place, dims, partners, is_new, num_values, SPLITS, HAS_BIAS, WIDTH
         )
     if k_norm_ptr is not None:
+        if k_scales_ptr is not None:
+            k_norm, k_norm_turned = _head_norm(k_norm_ptr, dims, partners, is_dim)
         norm = tl.rsqrt(tl.sum(k * k, 0) / HEAD_DIM + eps)
         k *= norm * k_norm
         k_turned *= norm * k_norm_turned
