@@ -69,6 +69,15 @@ def test_long_bodies_are_refused(server: RunningServer) -> None:
     assert answer.status == 413 and "max_body_bytes" in answer.error["message"]
 
 
+def test_long_bodies_that_are_only_announced_are_not_waited_for(server: RunningServer) -> None:
+    announced = HEAD + b"content-length: 99999999\r\n"
+    start = time.monotonic()
+    answer = exchange(server, announced + b"expect: 100-continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ") and time.monotonic() - start < 0.5
+    # Without asking first it may be on its way, and an answer would not be seen before its end.
+    assert exchange(server, announced + b"\r\n").startswith(b"HTTP/1.1 413 ")
+
+
 def exchange(server: RunningServer, *parts: bytes) -> bytes:
     """Everything the server says to raw bytes, until it hangs up."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:

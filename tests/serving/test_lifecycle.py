@@ -56,6 +56,27 @@ def test_a_client_that_goes_away_frees_its_slot_and_pages(server: RunningServer,
     server.assert_alive()
 
 
+@pytest.mark.parametrize("next_path", ["/health", "/v1/completions"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_goes_away_after_sending_more_requests_frees_its_slot_too(
+    server: RunningServer, is_streamed: bool, next_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sent(server, {**LONG, "stream": is_streamed}) as connection:
+        wait_until(lambda: stats(server).num_running == 1)
+        if next_path == "/health":
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3)
+        else:
+            body = json.dumps(LONG).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        time.sleep(0.1)
+    start = stats(server).num_steps
+    wait_until(server.is_idle, 5)
+    assert stats(server).num_steps - start < 60
+    assert "Traceback" not in caplog.text
+    server.assert_alive()
+
+
 def test_a_waiting_client_that_goes_away_is_forgotten(server: RunningServer) -> None:
     with sent(server, {**LONG, "n": 2}) as first:
         wait_until(lambda: stats(server).num_running == 2)

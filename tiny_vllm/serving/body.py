@@ -27,11 +27,17 @@ class BodyReader:
     async def read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
         """Raises ApiError: 408, 413, 415 or 400."""
         _check_headers(http)
-        timeout = self._config.receive_timeout
+        timeout, max_bytes = self._config.receive_timeout, self._config.max_body_bytes
+        declared = http.headers.get("content-length", "")
+        is_too_long = declared.isdecimal() and int(declared[:20]) > max_bytes
+        if is_too_long and http.headers.get("expect", "").lower() == "100-continue":
+            raise _too_long(max_bytes)
         try:
             async with asyncio.timeout(timeout):
-                data = await _read(http, self._config.max_body_bytes)
+                data = await _read(http, max_bytes)
         except TimeoutError:
+            if is_too_long:
+                raise _too_long(max_bytes) from None
             raise ApiError(
                 408,
                 f"the body did not arrive within {timeout:g} seconds\n"
@@ -70,9 +76,13 @@ async def _read(http: Request, max_bytes: int) -> bytes:
         elif num_bytes > max_bytes + MAX_DISCARDED_BYTES:
             break
     if num_bytes > max_bytes:
-        raise ApiError(
-            413,
-            f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
-            headers={"connection": "close"},
-        )
+        raise _too_long(max_bytes)
     return bytes(data)
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
+        headers={"connection": "close"},
+    )

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 RESERVED_DESCRIPTORS = 32
+MAX_PIPELINED = 16
+"""Requests of a connection that wait for the answer to one before, until nothing more is read."""
 WARNING_SECONDS = 10.0
 BODY_WRITER = "tiny_vllm.body_writer"
 """The key of the BodyWriter among the extensions of an ASGI scope."""
@@ -70,6 +72,8 @@ class DescriptorGuard:
 class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed when the head of a request comes too slowly or is too long.
 
+    A client that hangs up is noticed also while requests of its own wait behind the one being answered.
+
     head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
     """
 
@@ -79,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timeout = head_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -93,6 +98,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        # uvicorn tells the latest request alone.
+        if (running := self._running) is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -110,10 +119,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
+        num_waiting = len(self.pipeline)
         super().on_headers_complete()
+        if len(self.pipeline) == num_waiting:
+            self._running = self.cycle
+        elif num_waiting < MAX_PIPELINED:
+            # uvicorn stops reading until it is this request's turn, and so would not hear a client hang up.
+            self.flow.resume_reading()
         # The task that reads the scope has not begun yet.
         extensions: dict[str, Any] = self.scope.setdefault("extensions", {})
         extensions[BODY_WRITER] = BodyWriter(self.cycle)
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
