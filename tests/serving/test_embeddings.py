@@ -113,6 +113,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty among others": ({"input": ["a", ""]}, "input[1] is empty"),
     "an object": ({"input": {}}, "input must be a string"),
     "mixed": ({"input": [5, "a"]}, "input mixes token ids with prompts"),
+    "null": ({"input": ["a", None]}, "input holds null, but must hold strings or lists of token ids"),
     "nested": ({"input": [[[5]]]}, "not a token id"),
     "a float": ({"input": [5.5]}, "not a token id"),
     "an id too large": ({"input": [10**9]}, "token id 1000000000"),

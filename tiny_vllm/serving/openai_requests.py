@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -195,10 +196,16 @@ class RequestMaker:
             raise ApiError(400, f"{name} must be a string, token ids, or a list of either", param=name)
         if not any(isinstance(item, str | list) for item in value):
             return [value]  # the token ids of one prompt
-        if not all(isinstance(item, str | list) for item in value):
-            raise ApiError(
-                400, f"{name} mixes token ids with prompts\nhint: put the ids into a list", param=name
-            )
+        for item in value:
+            if isinstance(item, int) and not isinstance(item, bool):
+                raise ApiError(
+                    400, f"{name} mixes token ids with prompts\nhint: put the ids into a list", param=name
+                )
+            if not isinstance(item, str | list):
+                found = json.dumps(item)[:80]
+                raise ApiError(
+                    400, f"{name} holds {found}, but must hold strings or lists of token ids", param=name
+                )
         if len(value) > self.max_prompts:
             raise ApiError(
                 400,
