@@ -52,8 +52,8 @@ class Variant:
     extra: int = 32
 
 
-# By head size. Two blocks are up to 4 % faster with heads of 64, 1 to 10 % slower with heads of 128. A row of
-# padding, a context of one token, costs as much as some hundred tokens.
+# By head size. Two blocks are up to 4 % faster with heads of 64; with heads of 128 1 to 10 % slower, except
+# with many rows of padding. Such a row, a context of one token, costs as much as some hundred tokens.
 VARIANTS = {64: Variant(tile=64, stages=4, blocks=2, extra=64), 128: Variant(tile=32, extra=48)}
 
 
