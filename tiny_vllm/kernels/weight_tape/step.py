@@ -45,6 +45,8 @@ WATCHDOG_SECONDS = 4
 MAX_EPOCHS = 2**31
 # Contexts shorter than this are gone through by every block of a (token, KV head) pair.
 DIRECT_LIMIT = 512
+# Keys and values of contexts at least this long come through the ring, which keeps memory streaming.
+KV_STREAM_LIMIT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +92,26 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
+        *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
     )
 
 
 def source() -> str:
-    return (Path(__file__).parent / "tape.cu").read_text(encoding="utf-8")
+    tape, stream = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("tape.cu", "kv_stream.cu")
+    )
+    return tape.replace('#include "kv_stream.cu"\n', stream)
 
 
 def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
     """What `tape.cu` is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
-    return {**defines(layout, tokens), **noise, "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull"}
+    return {
+        **defines(layout, tokens),
+        **noise,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+        "KV_STREAM": 1,
+    }
 
 
 @functools.cache
@@ -170,14 +181,25 @@ class TapeStep:
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
             direct_limit=DIRECT_LIMIT,
+            kv_stream_limit=KV_STREAM_LIMIT,
+            kv_window=WINDOW,
         )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
 
-    def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
-        """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
+    def set_tuning(
+        self,
+        *,
+        window: int = WINDOW,
+        direct_limit: int = DIRECT_LIMIT,
+        kv_stream_limit: int = KV_STREAM_LIMIT,
+        kv_window: int = WINDOW,
+    ) -> None:
+        """For measurements: chunks in flight per block; contexts from which on they are split, and from which
+        on keys and values come through the ring, in tokens; chunks in flight while they do."""
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
+        self.parameters.kv_stream_limit, self.parameters.kv_window = kv_stream_limit, kv_window
 
     def draw(self, tokens: Tensor, *, stores_logits: bool = False) -> None:
         """Enqueue a step of `slots`: next tokens into the slot tables and `tokens`. stores_logits: the

@@ -123,6 +123,7 @@ struct Params {
   i64 table_width, num_pages, num_slots;
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
+  int kv_stream_limit, kv_window;
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -338,19 +339,29 @@ struct Producer {
   u64 policy;
   int cta;
 
+  // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
+  DEV void claim(u32 window, u32 bytes) {
+    const u32 stage = index % STAGES;
+    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
+    // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
+    if (index >= window) {
+      const u32 q = index - window;
+      barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
+    }
+    barrier_expect(full + 8 * stage, bytes);
+  }
+
+  // One lane copies; the others of its warp only count.
   template <class M>
   DEV void stream() {
+    if (KV_STREAM && (threadIdx.x & 31) != 0) {
+      index += M::CHUNKS;
+      return;
+    }
 #pragma unroll 1
     for (int c = 0; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
-      if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
-      // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
-      const u32 window = p.window;
-      if (index >= window) {
-        const u32 q = index - window;
-        barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
-      }
-      barrier_expect(full + 8 * stage, M::BYTES);
+      claim(p.window, M::BYTES);
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
       source += (i64)CTAS * M::BYTES;
     }
@@ -807,19 +818,24 @@ struct Consumer {
     if (start + row < position) prefetch_l2(rows + row * HEAD_DIM + column);
   }
 
+  template <int DP>
+  DEV void begin(Tile<DP>& a) {
+    a.maximum[0] = a.maximum[1] = NEG_INF;
+    a.sum[0] = a.sum[1] = 0.f;
+#pragma unroll
+    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
+  }
+
   // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The
   // results go to part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is
   // loaded with K, where registers allow it.
   template <int DP, bool EARLY_V, bool IS_LONG, class Arrive>
   DEV void attend(int layer, int kv_head, int token, int first, int step, int column, const Arrive& arrive) {
     Tile<DP> a;
+    begin(a);
     const int position = s.position[token], count = position / POSITIONS + 1;
     const i64* table = p.page_table + s.slot[token] * p.table_width;
     int page = s.first_page[warp];
-    a.maximum[0] = a.maximum[1] = NEG_INF;
-    a.sum[0] = a.sum[1] = 0.f;
-#pragma unroll
-    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
     // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the
     // time.
     load_k(a, page_rows(p.k_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position);
@@ -848,6 +864,12 @@ struct Consumer {
         load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
       if (IS_LONG) prefetch_tile(layer, next_page, kv_head, next + step * POSITIONS, position, column);
     }
+    put(a);
+  }
+
+  // A warp's results, see `attend`.
+  template <int DP>
+  DEV void put(Tile<DP>& a) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -963,6 +985,8 @@ struct Pair {
   DEV int first_tile(int warp) const { return is_direct ? warp : warp / HALVES * SPLITS + split; }
 };
 
+#include "kv_stream.cu"
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
   u8* const xs = memory + STAGES * CHUNK_BYTES;
@@ -984,13 +1008,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       Cleaner cleaner{(u16*)p.exchange, p.epochs[cta], tid & 31, cta};
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) cleaner.clean();
-    } else if (tid == CONSUMERS) {
+    } else if (KV_STREAM || tid == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
+      producer.stream<Qkv>();
+      // What this loads is waited for while copies are in flight.
+      const KvSource pages(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
-        producer.stream<Qkv>();
+        if (layer > 0) producer.stream<Qkv>();
+        if (pages.chunks > 0) pages.stream(producer, layer);
         producer.stream<Out>();
         producer.stream<Up>();
         producer.stream<Down>();
@@ -1105,9 +1133,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
-                                                 (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
-                                                 half * SPLIT_DP, arrive);
+        if (const int chunks = kv_chunks(p, split, position); chunks > 0) {
+          attend_streamed(c, pair_token, split, chunks, arrive);
+          c.base += chunks;
+        } else
+          c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
+                                                   (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
+                                                   half * SPLIT_DP, arrive);
         consumers_sync();
         for (int i = c.t; i < PAIR_OUTPUTS; i += CONSUMERS) {
           const int head = i / HEAD_DIM, d = i % HEAD_DIM, w0 = d / SPLIT_DP;
