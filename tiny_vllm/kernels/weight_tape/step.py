@@ -35,6 +35,7 @@ from tiny_vllm.kernels.weight_tape.layout import (
     defines,
     exchange_words,
     plan_block,
+    splits,
 )
 
 NUM_THREADS = 576
@@ -45,8 +46,10 @@ WATCHDOG_SECONDS = 4
 MAX_EPOCHS = 2**31
 # Contexts shorter than this are gone through by every block of a (token, KV head) pair.
 DIRECT_LIMIT = 512
-# Keys and values of contexts at least this long come through the ring, which keeps memory streaming.
-KV_STREAM_LIMIT = 2048
+# Keys and values of contexts of which a block has at least so many tokens come through the ring, which keeps
+# memory streaming, with so many chunks in flight.
+KV_STREAM_SHARE = 128
+KV_WINDOW = WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,9 @@ class _Params(ctypes.Structure):
         ),
         ("tokens", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
+        *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
-        *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
     )
 
 
@@ -146,6 +149,7 @@ class TapeStep:
         self._exchange = torch.empty(exchange_words(shape, tokens), dtype=torch.int32, device=device)
         self._epochs = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=device)
         self._num_layers = shape.num_layers
+        self._kv_stream_limit = KV_STREAM_SHARE * splits(shape, tokens)
         self._clear_exchange()
         self._kept = (model, state, temperature)
 
@@ -177,12 +181,12 @@ class TapeStep:
             table_width=state.page_table.stride(0),
             num_pages=model.k_cache.shape[1],
             num_slots=temperature.shape[0],
+            kv_stream_limit=self._kv_stream_limit,
+            kv_window=KV_WINDOW,
             eps=model.rms_norm_eps,
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
             direct_limit=DIRECT_LIMIT,
-            kv_stream_limit=KV_STREAM_LIMIT,
-            kv_window=WINDOW,
         )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
@@ -193,11 +197,14 @@ class TapeStep:
         *,
         window: int = WINDOW,
         direct_limit: int = DIRECT_LIMIT,
-        kv_stream_limit: int = KV_STREAM_LIMIT,
-        kv_window: int = WINDOW,
+        kv_stream_limit: int | None = None,
+        kv_window: int = KV_WINDOW,
     ) -> None:
-        """For measurements: chunks in flight per block; contexts from which on they are split, and from which
-        on keys and values come through the ring, in tokens; chunks in flight while they do."""
+        """For measurements. window: chunks in flight per block; kv_window: while keys and values come through
+        the ring. direct_limit: contexts from which on they are split, in tokens; kv_stream_limit: from which
+        on their keys and values come through the ring, None for the usual one."""
+        if kv_stream_limit is None:
+            kv_stream_limit = self._kv_stream_limit
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
         self.parameters.kv_stream_limit, self.parameters.kv_window = kv_stream_limit, kv_window
 

@@ -121,9 +121,9 @@ struct Params {
   float* logits;  // [TOKENS][VOCAB] or null
   i64* tokens;    // by row, none for padding; -1 where the logits are not finite; may be the host's memory
   i64 table_width, num_pages, num_slots;
+  int kv_stream_limit, kv_window;
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
-  int kv_stream_limit, kv_window;
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
