@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python3 benchmarks/gpu_weight_tape.py --output results.json [--model 1b,8b] [--rows 1,2,4,8]
 
-Keys and values of long contexts by loads and through the ring, side by side (with KV_STREAM=0 the kernel cannot
-do the latter; other macros of the kernel are set likewise):
+Keys and values of long contexts by loads and through the ring, side by side (with KV_STREAM=0 the kernel
+cannot do the latter; other macros of the kernel are set likewise):
 
     ... --cases 1:129,1:640,1:4096,1:32768,4:129,4:4096,4:32768,8:129,8:4096,8:32768 --rounds 5 \
         --launches 20 --variants 'KV_STREAM=0;KV_STREAM=1' --kv-stream-limits 0,1000000 --kv-windows 3,4,6
