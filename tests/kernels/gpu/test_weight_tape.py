@@ -316,22 +316,18 @@ def test_keys_and_values_through_the_ring_change_no_bit_of_long_contexts(long_wo
         start(world, slots, positions)
         exact = [reference(world, slot, torch.float32)[0] for slot in slots]
         rounded = [reference(world, slot, torch.bfloat16)[0] for slot in slots]
-        first: tuple[Tensor, Tensor, Tensor] | None = None
+        first: list[Tensor] = []
         for kv_stream_limit, kv_window in ((2**31 - 1, 3), (0, 1), (0, 3), (0, 6), (0, 12)):
             step.set_tuning(kv_stream_limit=kv_stream_limit, kv_window=kv_window)
             for _ in range(20):
                 start(world, slots, positions)
                 step.logits.fill_(float("nan"))
                 step.compute_logits()
-                new = [
-                    torch.stack(
-                        [new_rows(world, cached, s, p) for s, p in zip(slots, positions, strict=True)]
-                    )
-                    for cached in (world.cache.k, world.cache.v)
-                ]
-                got = step.logits[: len(slots)].clone(), *new
-                if first is None:
-                    first = got
+                got = [step.logits[: len(slots)].clone()]
+                for cached in (world.cache.k, world.cache.v):
+                    rows = zip(slots, positions, strict=True)
+                    got += [new_rows(world, cached, slot, position).clone() for slot, position in rows]
+                first = first or got
                 assert all(torch.equal(a, b) for a, b in zip(first, got, strict=True))
         step.set_tuning()
         for row in range(len(slots)):
