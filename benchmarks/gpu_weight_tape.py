@@ -5,8 +5,9 @@
 Keys and values of long contexts by loads and through the ring, side by side (with KV_STREAM=0 the kernel
 cannot do the latter; other macros of the kernel are set likewise):
 
-    ... --cases 1:129,1:640,1:4096,1:32768,4:129,4:4096,4:32768,8:129,8:4096,8:32768 --rounds 5 \
-        --launches 20 --variants 'KV_STREAM=0;KV_STREAM=1' --kv-stream-limits 0,1000000 --kv-windows 3,4,6
+    ... --cases 1:129,1:640,1:4096,1:32768,4:129,4:4096,4:32768,8:129,8:4096,8:32768,8:32768/129 --rounds 5 \
+        --launches 20 --variants 'KV_STREAM=0;KV_STREAM=1;KV_SKEW=8' --kv-stream-limits 0,1000000 \
+        --kv-windows 3,4,6
 
 Random weights in a Llama's shape, pages in random order; launches one after another, each drawing tokens.
 `share` counts the weights and the keys and values against the bulk-copy reader timed in the same run.
@@ -36,16 +37,16 @@ from tiny_vllm.models.tape_decode import TapeDecode, tape_shape
 
 
 def time_steps(
-    step: TapeStep, state: SlotState, position: int, *, rounds: int = 7, launches: int = 30
+    step: TapeStep, state: SlotState, positions: torch.Tensor, *, rounds: int = 7, launches: int = 30
 ) -> float:
     tokens = torch.empty_like(step.slots)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     seconds = []
     for _ in range(rounds):
-        state.computed_len.fill_(position)
+        state.computed_len.copy_(positions)
         for _ in range(3):
             step.draw(tokens)
-        state.computed_len.fill_(position)
+        state.computed_len.copy_(positions)
         start.record()
         for _ in range(launches):
             step.draw(tokens)
@@ -91,7 +92,10 @@ def main() -> None:
     parser.add_argument("--model", default="1b")
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--contexts", default="129,640,4096")
-    parser.add_argument("--cases", help="rows:context, ..., instead of all rows with all contexts")
+    parser.add_argument(
+        "--cases",
+        help="rows:context, ..., instead of all with all; 8:4096/9: 4,096 in one row, 9 in the others",
+    )
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--windows", default=str(WINDOW))
     parser.add_argument("--direct-limits", default="512")
@@ -102,11 +106,16 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=30)
     options = parser.parse_args()
     report = Report(options.output)
-    cases = list(product(numbers(options.rows), numbers(options.contexts)))
+    cases = [
+        (rows, [context, context])
+        for rows, context in product(numbers(options.rows), numbers(options.contexts))
+    ]
     if options.cases:
-        pairs = (case.split(":") for case in options.cases.split(","))
-        cases = [(int(rows), int(context)) for rows, context in pairs]
-    contexts = [context for _, context in cases]
+        cases = []
+        for rows, contexts in (case.split(":") for case in options.cases.split(",")):
+            first, *others = numbers(contexts.replace("/", ","))
+            cases.append((int(rows), [first, *(others or [first])]))
+    longest = max(max(contexts) for _, contexts in cases)
     kv_stream_limits = numbers(options.kv_stream_limits) if options.kv_stream_limits else [None]
     loading = list(product(numbers(options.windows), numbers(options.direct_limits)))
     streaming = list(product(kv_stream_limits, numbers(options.kv_windows)))
@@ -118,7 +127,7 @@ def main() -> None:
         rate = measure_read_rate()
         report.add(read_rate_tb_s=rate.bytes_per_second / 1e12)
         page_size = options.page_size
-        pages_per_slot = -(-(max(contexts) + 64) // page_size)
+        pages_per_slot = -(-(longest + 64) // page_size)
         num_slots = max(rows_wanted)
         cache = KVCache.allocate(
             spec,
@@ -132,14 +141,16 @@ def main() -> None:
         zeros = torch.zeros(num_slots, dtype=torch.int64, device="cuda")
         pages = torch.randperm(num_slots * pages_per_slot, device="cuda").view(num_slots, -1) + 1
         state = SlotState(pages, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone())
-        cos_sin = rope_table(spec.rope, max_len=max(contexts) + 64).cuda()
+        cos_sin = rope_table(spec.rope, max_len=longest + 64).cuda()
         layout = TapeLayout.of(tape_shape(spec, page_size))
         temperature = torch.zeros(num_slots, device="cuda")
         for variant, changes in variants.items():
             functions = compile_variant(layout, rows_wanted, changes, cache.k.device)
             tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
             tunings = list(product(loading, streaming if changes.get("KV_STREAM", 1) else streaming[:1]))
-            for rows, context in cases:
+            for rows, (first, other) in cases:
+                positions = torch.full((num_slots,), other, device="cuda")
+                positions[0] = first
                 step = tape.step(rows)
                 step.slots.fill_(num_slots)
                 step.slots[:rows] = torch.arange(rows)
@@ -149,13 +160,13 @@ def main() -> None:
                         kv_window=kv_window,
                     )  # fmt: skip
                     seconds = time_steps(
-                        step, state, context, rounds=options.rounds, launches=options.launches
+                        step, state, positions, rounds=options.rounds, launches=options.launches
                     )
                     weight_bytes = layout.shape.num_weights * 2
-                    kv_bytes = rows * context * spec.kv_values_per_token * 2
+                    kv_bytes = (first + (rows - 1) * other) * spec.kv_values_per_token * 2
                     report.add(
-                        model=model, page_size=page_size, rows=rows, context=context, variant=variant,
-                        window=window, direct_limit=direct_limit, kv_stream_limit=kv_stream_limit,
+                        model=model, page_size=page_size, rows=rows, context=first, others=other,
+                        variant=variant, window=window, direct_limit=direct_limit, kv_stream_limit=kv_stream_limit,
                         kv_window=kv_window, us=seconds * 1e6,
                         share=(weight_bytes + kv_bytes) / seconds / rate.bytes_per_second,
                     )  # fmt: skip

@@ -70,6 +70,14 @@ def test_contexts_below_the_limit_do_not_use_the_ring() -> None:
     assert logits[0].isnan().all() and logits[1].isfinite().all()
 
 
+def test_contexts_far_beyond_the_average_do_not_use_the_ring() -> None:
+    tiny, positions, mistake = model(64, 16), [1200, 700], ("page * (KV_HEADS", "0 * (KV_HEADS")
+    logits = tiny.step(positions, num_rows=2, changes={"KV_SKEW": 1}, mistake=mistake)[0]
+    assert logits[0].isfinite().all() and logits[1].isnan().all()
+    expected = tiny.step(positions, num_rows=2, kv_stream_limit=NEVER)[0]
+    assert torch.equal(tiny.step(positions, num_rows=2, changes={"KV_SKEW": 1})[0], expected)
+
+
 def test_the_kernel_can_be_compiled_without_the_ring_for_keys_and_values() -> None:
     tiny, positions = model(64, 16), [1200, 300]
     with_ring = tiny.step(positions, num_rows=2)

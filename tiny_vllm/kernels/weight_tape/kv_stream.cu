@@ -13,8 +13,11 @@ static_assert(CHUNK_TILES * 2 * TILE_RUN <= CHUNK_BYTES && 2 * CHUNK_TILES <= 32
 constexpr int MAX_KV_WINDOW = STAGES % 4 ? STAGES - 4 : STAGES;
 
 // Chunks of the block that has this share of a context; 0: its keys and values do not come through the ring.
-DEV int kv_chunks(const Params& p, int split, int position) {
+// Nor do they when few blocks have them nearly all: the window of copies in flight is made for memory that
+// all blocks share, and alone a block gets more out of it by loads. total: of all rows' positions.
+DEV int kv_chunks(const Params& p, int split, int position, int total) {
   if (!KV_STREAM || SPLITS == 1 || position < max(p.direct_limit, p.kv_stream_limit)) return 0;
+  if (TOKENS > KV_SKEW && position > total / TOKENS * KV_SKEW) return 0;
   const int tiles = (position / POSITIONS + SPLITS - split) / SPLITS;
   return (tiles + CHUNK_TILES - 1) / CHUNK_TILES;
 }
@@ -31,11 +34,17 @@ struct KvSource {
     lane = threadIdx.x & 31;
     split = cta % SPLITS;
     head = pair % KV_HEADS;
-    const i64 slot = token < TOKENS ? p.slots[token] : -1;
-    const bool is_real = slot >= 0 && slot < p.num_slots;
-    position = is_real ? (int)p.computed_len[slot] : 0;
-    chunks = token < TOKENS ? kv_chunks(p, split, position) : 0;
-    table = p.page_table + (is_real ? slot : 0) * p.table_width;
+    chunks = 0;
+    if (!KV_STREAM || SPLITS == 1) return;
+    // Each lane looks at one row.
+    i64 slot = lane < TOKENS ? p.slots[lane] : -1;
+    if (slot >= p.num_slots) slot = -1;
+    position = slot >= 0 ? (int)p.computed_len[slot] : 0;
+    const int total = __reduce_add_sync(~0u, position);
+    slot = __shfl_sync(~0u, (int)slot, token % 32);
+    position = __shfl_sync(~0u, position, token % 32);
+    if (token < TOKENS) chunks = kv_chunks(p, split, position, total);
+    table = p.page_table + max((int)slot, 0) * p.table_width;
     first_page = chunks > 0 ? page_of(lane) : 0;
   }
 

@@ -50,6 +50,8 @@ DIRECT_LIMIT = 512
 # memory streaming, with so many chunks in flight.
 KV_STREAM_SHARE = 128
 KV_WINDOW = WINDOW
+# Not of contexts longer than so many times a step's average.
+KV_SKEW = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
         **noise,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
         "KV_STREAM": 1,
+        "KV_SKEW": KV_SKEW,
     }
 
 

@@ -1133,7 +1133,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        if (const int chunks = kv_chunks(p, split, position); chunks > 0) {
+        int total = 0;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) total += s.position[i];
+        if (const int chunks = kv_chunks(p, split, position, total); chunks > 0) {
           attend_streamed(c, pair_token, split, chunks, arrive);
           c.base += chunks;
         } else
