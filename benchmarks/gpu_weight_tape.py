@@ -166,8 +166,8 @@ def main() -> None:
                     kv_bytes = (first + (rows - 1) * other) * spec.kv_values_per_token * 2
                     report.add(
                         model=model, page_size=page_size, rows=rows, context=first, others=other,
-                        variant=variant, window=window, direct_limit=direct_limit, kv_stream_limit=kv_stream_limit,
-                        kv_window=kv_window, us=seconds * 1e6,
+                        variant=variant, window=window, direct_limit=direct_limit,
+                        kv_stream_limit=kv_stream_limit, kv_window=kv_window, us=seconds * 1e6,
                         share=(weight_bytes + kv_bytes) / seconds / rate.bytes_per_second,
                     )  # fmt: skip
             del tape

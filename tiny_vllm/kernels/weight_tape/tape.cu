@@ -27,7 +27,7 @@
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
 // pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
 // context, and one more exchange combines. Scores and values are tensor-core products whose registers come
-// straight from the pages.
+// straight from the pages or, in a longer one, through the ring: kv_stream.cu.
 //
 // Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
 // instead of a hang.
@@ -121,7 +121,7 @@ struct Params {
   float* logits;  // [TOKENS][VOCAB] or null
   i64* tokens;    // by row, none for padding; -1 where the logits are not finite; may be the host's memory
   i64 table_width, num_pages, num_slots;
-  int kv_stream_limit, kv_window;
+  int kv_stream_limit, kv_window;        // see kv_stream.cu
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
 };
@@ -969,6 +969,7 @@ static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOAT
 // needed, which costs less than registers.
 struct Pair {
   int split, head, token, position;
+  int first;  // of its blocks
   bool exists, is_direct;
 
   DEV Pair(const Shared& s, int direct_limit) {
@@ -976,6 +977,7 @@ struct Pair {
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
     const int pair = cta / SPLITS;
     split = cta % SPLITS;
+    first = cta - split;
     head = pair % KV_HEADS;
     token = pair / KV_HEADS;
     exists = token < TOKENS;
@@ -1160,24 +1162,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             }
           }
           const int to = i / SPLIT_OUTPUTS;
-          store_pair(
-              p.exchange + X_PART +
-                  2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
-              __float_as_uint(value), c.epoch);
+          store_pair(p.exchange + X_PART +
+                         2 * (((pair.first + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
+                     __float_as_uint(value), c.epoch);
           if (d < 2)
-            store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d),
+            store_pair(p.exchange + X_ML + 2 * (((pair.first + split) * GROUP + head) * 2 + d),
                        __float_as_uint(d ? sum : highest), c.epoch);
         }
         consumers_sync();  // part is written again below
         for (int i = c.t; i < SPLITS * SPLIT_OUTPUTS + 2 * SPLITS * GROUP; i += CONSUMERS) {
           if (i < SPLITS * SPLIT_OUTPUTS)
             part[i] = __uint_as_float(poll_pair(
-                p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i),
-                c.epoch));
+                p.exchange + X_PART + 2 * ((pair.first + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
           else {
             const int j = i - SPLITS * SPLIT_OUTPUTS;
-            s.combine_ml[j] = __uint_as_float(
-                poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
+            s.combine_ml[j] =
+                __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (pair.first * GROUP * 2 + j), c.epoch));
           }
         }
         consumers_sync();
