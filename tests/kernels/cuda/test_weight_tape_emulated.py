@@ -55,7 +55,7 @@ def test_keys_and_values_through_the_ring_change_no_bit(case: str, head_dim: int
 def test_any_ring_and_any_number_of_copies_in_flight_will_do(stages: int, kv_window: int) -> None:
     tiny, positions = model(64, 16), [3333]
     expected = tiny.step(positions, num_rows=1, kv_stream_limit=NEVER)
-    for seed in range(3):
+    for seed in range(2):
         got = tiny.step(positions, num_rows=1, changes={"STAGES": stages}, kv_window=kv_window, seed=seed)
         assert torch.equal(got[0], expected[0])
 
@@ -101,11 +101,11 @@ def test_the_kernel_can_be_compiled_without_the_ring_for_keys_and_values() -> No
 )
 def test_a_mistake_would_be_noticed(mistake: tuple[str, str]) -> None:
     tiny, noticed = model(64, 16), False
-    # Stages that are used again and again, and such as have never been used before.
-    for position, stages in ((4401, 8), (100, 12)):
+    # A stage that has never been used before (QKV takes eight), and many that are used again and again.
+    for position in (100, 4401):
         expected = tiny.step([position], num_rows=1, kv_stream_limit=NEVER)[0]
         try:
-            logits = tiny.step([position], num_rows=1, changes={"STAGES": stages}, mistake=mistake)[0]
+            logits = tiny.step([position], num_rows=1, changes={"STAGES": 9}, mistake=mistake)[0]
         except RuntimeError:
             return
         noticed |= not torch.equal(logits, expected)
