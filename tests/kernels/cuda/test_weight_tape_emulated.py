@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.weight_tape import EmulatedModel
+from tests.helpers.tape_emulation import EmulatedModel
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled by g++")
 NEVER = 2**31 - 1

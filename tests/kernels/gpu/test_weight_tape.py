@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -57,14 +56,14 @@ class World:
     tape: TapeDecode
 
 
-def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003, max_len: int = MAX_LEN) -> World:
+def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> World:
     device = torch.device("cuda")
     sizes = SHAPES[name]
     spec = ModelSpec(
         family="llama",
         vocab_size=vocab_size,
         num_layers=num_layers,
-        max_position_embeddings=max_len,
+        max_position_embeddings=MAX_LEN,
         rms_norm_eps=1e-5,
         rope=RopeSpec(theta=500000.0, rotary_dim=sizes["head_dim"]),
         **sizes,
@@ -98,7 +97,7 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003, max_l
     weights = ModelWeights(
         matrix(vocab_size, spec.hidden_size, 2.0), layers, norm(), matrix(vocab_size, spec.hidden_size, 4.0)
     )
-    pages_per_slot = max_len // PAGE_SIZE
+    pages_per_slot = MAX_LEN // PAGE_SIZE
     cache = KVCache.allocate(
         spec,
         num_pages=NUM_SLOTS * pages_per_slot + 1,
@@ -111,7 +110,7 @@ def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003, max_l
     state = SlotState(
         pages, zeros.clone(), zeros.clone(), torch.arange(NUM_SLOTS, device=device) * 7919 + 3, zeros.clone()
     )
-    cos_sin = rope_table(spec.rope, max_len=max_len).to(device)
+    cos_sin = rope_table(spec.rope, max_len=MAX_LEN).to(device)
     temperature = torch.zeros(NUM_SLOTS, device=device)
     functions = compile_tape(spec, PAGE_SIZE, NUM_SLOTS, device)
     tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
@@ -261,9 +260,8 @@ def test_it_draws_what_the_rule_of_the_race_says_and_moves_the_slots_on(world: W
     assert world.state.sample_position[0] == 5 and world.state.sample_position[9] == 5
 
 
-@pytest.mark.parametrize("positions", [[480, 900], [1990, 5000]])
-def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World, positions: list[int]) -> None:
-    slots, num_steps = [3, 1], 1000 if world.spec.head_dim == 64 else 100
+def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
+    slots, positions, num_steps = [3, 1], [480, 900], 1000 if world.spec.head_dim == 64 else 100
     step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
     drawn = torch.empty(2, dtype=torch.int64, device="cuda")
@@ -290,49 +288,6 @@ def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World, positions: l
     assert len(set(runs[0][0][:, 0].tolist())) > 50, "the run is no test if it loops"
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
-
-
-@pytest.fixture(params=["1b", "8b"])
-def long_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    yield make_world(request.param, max_len=33_024)
-    torch.cuda.empty_cache()
-
-
-LONG_CASES = [
-    [32_768],
-    [32_767, 9_000],
-    [20_001, 31, 4_096, 12_345],
-    [1_000 + 1_777 * row for row in range(8)],
-]
-
-
-def test_keys_and_values_through_the_ring_change_no_bit_of_long_contexts(long_world: World) -> None:
-    world = long_world
-    for positions in LONG_CASES:
-        slots = list(range(len(positions)))
-        step = world.tape.step(len(slots))
-        step.slots.fill_(NUM_SLOTS)
-        step.slots[: len(slots)] = torch.tensor(slots)
-        start(world, slots, positions)
-        exact = [reference(world, slot, torch.float32)[0] for slot in slots]
-        rounded = [reference(world, slot, torch.bfloat16)[0] for slot in slots]
-        first: list[Tensor] = []
-        for kv_stream_limit, kv_window in ((2**31 - 1, 3), (0, 1), (0, 3), (0, 6), (0, 12)):
-            step.set_tuning(kv_stream_limit=kv_stream_limit, kv_window=kv_window)
-            for _ in range(20):
-                start(world, slots, positions)
-                step.logits.fill_(float("nan"))
-                step.compute_logits()
-                got = [step.logits[: len(slots)].clone()]
-                for cached in (world.cache.k, world.cache.v):
-                    rows = zip(slots, positions, strict=True)
-                    got += [new_rows(world, cached, slot, position).clone() for slot, position in rows]
-                first = first or got
-                assert all(torch.equal(a, b) for a, b in zip(first, got, strict=True))
-        step.set_tuning()
-        for row in range(len(slots)):
-            limit = 1.1 * error(rounded[row], exact[row])
-            assert error(step.logits[row], exact[row]) <= limit, f"{positions}, row {row}: limit {limit}"
 
 
 def test_a_row_whose_logits_are_not_finite_is_reported_and_hurts_no_other(world: World) -> None:
