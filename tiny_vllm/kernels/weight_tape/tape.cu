@@ -339,21 +339,9 @@ struct Producer {
   u64 policy;
   int cta;
 
-  // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
-  DEV void claim(u32 window, u32 bytes) {
-    const u32 stage = index % STAGES;
-    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
-    // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
-    if (index >= window) {
-      const u32 q = index - window;
-      barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
-    }
-    barrier_expect(full + 8 * stage, bytes);
-  }
-
-  // One lane copies; the others of its warp only count.
   template <class M>
   DEV void stream() {
+    // The other lanes of the warp only count.
     if (KV_STREAM && (threadIdx.x & 31) != 0) {
       index += M::CHUNKS;
       return;
@@ -365,6 +353,18 @@ struct Producer {
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
       source += (i64)CTAS * M::BYTES;
     }
+  }
+
+  // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
+  DEV void claim(u32 window, u32 bytes) {
+    const u32 stage = index % STAGES;
+    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
+    // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
+    if (index >= window) {
+      const u32 q = index - window;
+      barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
+    }
+    barrier_expect(full + 8 * stage, bytes);
   }
 };
 
