@@ -96,7 +96,7 @@ def test_the_kernel_can_be_compiled_without_the_ring_for_keys_and_values() -> No
         ("c.substitute(a, start, position, column);\n      }", "}"),
         ("a.v[i][0] = a.v[i][1] = a.v[i][2] = a.v[i][3] = 0;\n        c", "c"),
         ("barrier_wait(c.full + 8 * stage, (index / STAGES) & 1);", ""),
-        ("producer.claim(window, all_bytes)", "producer.claim(window, CHUNK_BYTES)"),
+        ("producer.claim(window, 2 * all_bytes)", "producer.claim(window, CHUNK_BYTES)"),
     ],
 )
 def test_a_mistake_would_be_noticed(mistake: tuple[str, str]) -> None:

@@ -3,12 +3,13 @@
 // Those of earlier tokens are known long before the layer's queries, so their chunks follow QKV's on the way
 // into the ring: memory keeps streaming while the blocks exchange q, and no burst of loads competes with the
 // window of copies in flight. A tile's keys are one run of bytes in a page, and so are its values. A chunk
-// holds the next tile of each warp of a group: its keys, then its values. Which warp computes what, and in
-// which order, is as in Consumer::attend, and so are the results, bit for bit.
+// holds the next tile of each warp of a group: its keys, then its values. The producer's warp copies keys,
+// the cleaner's values: a warp alone cannot issue such small copies as fast as memory has them. Which warp
+// computes what, and in which order, is as in Consumer::attend, and so are the results, bit for bit.
 
 constexpr int TILE_RUN = POSITIONS * HEAD_DIM * 2;  // bytes of a tile's keys, or of its values
 constexpr int CHUNK_TILES = 4 / HALVES;
-static_assert(CHUNK_TILES * 2 * TILE_RUN <= CHUNK_BYTES && 2 * CHUNK_TILES <= 32, "tiles of a chunk");
+static_assert(CHUNK_TILES * 2 * TILE_RUN <= CHUNK_BYTES && CHUNK_TILES <= 32, "tiles of a chunk");
 // With more in flight, a warp group could mistake an earlier use of a stage for the next one.
 constexpr int MAX_KV_WINDOW = STAGES % 4 ? STAGES - 4 : STAGES;
 
@@ -22,7 +23,8 @@ DEV int kv_chunks(const Params& p, int split, int position, int total) {
   return (tiles + CHUNK_TILES - 1) / CHUNK_TILES;
 }
 
-// The producer's part. All lanes of its warp take part; each has at most one copy per chunk.
+// A warp that copies keys or values. All its lanes take part; each has at most one copy per chunk.
+template <bool VALUES>
 struct KvSource {
   const Params& p;
   const i64* table;
@@ -55,9 +57,15 @@ struct KvSource {
 
   DEV void stream(Producer& producer, int layer) const {
     const u32 window = min(p.kv_window, MAX_KV_WINDOW);
-    const int own_tile = lane >> 1;  // of the chunk; even lanes copy keys
-    const u8* const cache = (const u8*)(lane & 1 ? p.v_cache : p.k_cache) +
+    const u8* const cache = (const u8*)(VALUES ? p.v_cache : p.k_cache) +
                             ((i64)layer * p.num_pages * KV_HEADS + head) * (PAGE_SIZE * HEAD_DIM * 2);
+    // Values wait for keys to get here: earlier, a stage's parity might be that of an earlier use. Behind
+    // that they only look at stages that need them to go on.
+    __syncwarp();
+    if (VALUES)
+      asm volatile("bar.sync 4, 64;" ::: "memory");
+    else
+      asm volatile("bar.arrive 4, 64;" ::: "memory");
     int pages = first_page, coming = 0;  // of 32 tiles, and of the 32 behind them
 #pragma unroll 1
     for (int c = 0; c < chunks; c++, producer.index++) {
@@ -66,16 +74,24 @@ struct KvSource {
         if (c > 0) pages = coming;
         coming = page_of(tile + 32 + lane);
       }
-      const i64 page = __shfl_sync(~0u, pages, (tile + own_tile) % 32);
-      const int start = start_of(tile + own_tile);
+      const i64 page = __shfl_sync(~0u, pages, (tile + lane) % 32);
+      const int start = start_of(tile + lane);
       // The new token's row is being written by some block.
-      const int rows = own_tile < CHUNK_TILES ? max(0, min(position - start, POSITIONS)) : 0;
+      const int rows = lane < CHUNK_TILES ? max(0, min(position - start, POSITIONS)) : 0;
       const int bytes = rows * (HEAD_DIM * 2), all_bytes = __reduce_add_sync(~0u, bytes);
       const u32 stage = producer.index % STAGES;
-      if (lane == 0) producer.claim(window, all_bytes);
+      // A last chunk with nothing but the new token is full without the values' warp, and may be gone
+      // already.
+      if (VALUES && all_bytes == 0) continue;
+      if (lane == 0) {
+        if (VALUES)
+          producer.await_stage();
+        else
+          producer.claim(window, 2 * all_bytes);
+      }
       __syncwarp();
       if (bytes > 0)
-        copy_bulk(producer.ring + stage * CHUNK_BYTES + lane * TILE_RUN,
+        copy_bulk(producer.ring + stage * CHUNK_BYTES + (lane * 2 + VALUES) * TILE_RUN,
                   cache + page * (KV_HEADS * PAGE_SIZE * HEAD_DIM * 2) + start % PAGE_SIZE * (HEAD_DIM * 2),
                   bytes, producer.full + 8 * stage, producer.policy);
     }

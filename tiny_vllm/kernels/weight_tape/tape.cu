@@ -332,6 +332,13 @@ constexpr int XS_STRIDE = XS_COLUMNS * 2 + 64;  // bytes per token; the 64 sprea
 
 // ---------------------------------------------------------------- producer
 
+// A policy for copies: what they read is not read again.
+DEV u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 struct Producer {
   const Params& p;
   const u8* source;
@@ -355,16 +362,19 @@ struct Producer {
     }
   }
 
+  DEV void await_stage() {
+    if (index >= STAGES) barrier_wait(empty + 8 * (index % STAGES), ((index / STAGES) & 1) ^ 1);
+  }
+
   // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
   DEV void claim(u32 window, u32 bytes) {
-    const u32 stage = index % STAGES;
-    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
+    await_stage();
     // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
     if (index >= window) {
       const u32 q = index - window;
       barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
     }
-    barrier_expect(full + 8 * stage, bytes);
+    barrier_expect(full + 8 * (index % STAGES), bytes);
   }
 };
 
@@ -1008,19 +1018,25 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   if (tid >= CONSUMERS) {
     if (tid >= CONSUMERS + 32) {
       Cleaner cleaner{(u16*)p.exchange, p.epochs[cta], tid & 31, cta};
+      // Besides, the warp copies values into the ring.
+      Producer place{p, nullptr, 0, shared_address(memory), full, empty, evict_first(), cta};
+      const KvSource<true> values(p, cta);
 #pragma unroll 1
-      for (int layer = 0; layer < LAYERS; layer++) cleaner.clean();
+      for (int layer = 0; layer < LAYERS; layer++) {
+        place.index += Qkv::CHUNKS;
+        if (values.chunks > 0) values.stream(place, layer);
+        place.index += Out::CHUNKS + Up::CHUNKS + Down::CHUNKS;
+        cleaner.clean();
+      }
     } else if (KV_STREAM || tid == CONSUMERS) {
-      u64 policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
+      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, evict_first(), cta};
       producer.stream<Qkv>();
       // What this loads is waited for while copies are in flight.
-      const KvSource pages(p, cta);
+      const KvSource<false> keys(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
         if (layer > 0) producer.stream<Qkv>();
-        if (pages.chunks > 0) pages.stream(producer, layer);
+        if (keys.chunks > 0) keys.stream(producer, layer);
         producer.stream<Out>();
         producer.stream<Up>();
         producer.stream<Down>();
