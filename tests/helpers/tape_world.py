@@ -120,12 +120,14 @@ def start(world: World, slots: list[int], positions: list[int]) -> None:
     world.temperature.zero_()
 
 
+Routed = list[tuple[list[int], Tensor]]
+
+
 def reference(
-    world: World, slot: int, dtype: torch.dtype, picks: list[Tensor] | None = None
+    world: World, slot: int, dtype: torch.dtype, routed: Routed | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [vocab] and new keys and values [layers, kv_heads, head_dim] of a slot's next step. picks: takes
-    each layer's picked experts."""
-    picks = [] if picks is None else picks
+    """Logits [vocab] and new keys and values [layers, kv_heads, head_dim] of a slot's next step. routed: takes
+    each layer's picked experts and the router's logits [experts]."""
     spec, weights, state = world.spec, world.weights, world.state
     position = int(state.computed_len[slot])
     half = spec.head_dim // 2
@@ -172,12 +174,33 @@ def reference(
         if layer.router is None:
             x = x + gated(layer.gate_up, layer.down, normed)
         else:
-            logits = (layer.router.to(dtype) @ normed)[None, None]
-            experts, shares = pick_experts_ref(logits, None, spec.experts.num_active, spec.experts.normalize)
-            picks.append(experts[0])
+            # So wide that equal rows have equal sums, in whatever order.
+            logits = (layer.router.double() * normed.double()).sum(-1).float()
+            experts, shares = pick_experts_ref(
+                logits[None, None], None, spec.experts.num_active, spec.experts.normalize
+            )
+            if routed is not None:
+                routed.append((experts[0].tolist(), logits))
             for expert, share in zip(experts[0].tolist(), shares[0], strict=True):
                 x = x + (share * gated(layer.gate_up[expert], layer.down[expert], normed).float()).to(dtype)
     return weights.lm_head.to(dtype) @ rms(x, weights.final_norm), torch.stack(keys), torch.stack(values)
+
+
+def choose_token(world: World, slot: int) -> None:
+    """Another last token of the slot, until no layer's last pick is nearly, but not quite, equal to an expert that
+    is not picked: rounding would decide between them."""
+    while True:
+        routed: Routed = []
+        reference(world, slot, torch.float32, routed)
+        gaps = []
+        for picks, logits in routed:
+            rest = logits.clone()
+            rest[picks] = float("-inf")
+            rest[logits == logits[picks[-1]]] = float("-inf")
+            gaps.append(float((logits[picks[-1]] - rest.max()) / logits.std()))
+        if not gaps or min(gaps) > 0.04:
+            return
+        world.state.last_token[slot] = (world.state.last_token[slot] + 1) % world.spec.vocab_size
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -129,7 +129,7 @@ class EmulatedFunction:
         assert plan is not None
         self._shared_bytes = plan.shared_bytes
         self._library = _library(tuple(macros(layout, tokens).items()), mistake)
-        self._max_rounds = 5000 * (layout.shape.num_layers + 1)
+        self._max_rounds = 2500 * (layout.shape.num_layers + 1)
         self.seed = 0
 
     def prepare(

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.tape_world import World, error, make_world, new_rows, reference, start
+from tests.helpers.tape_world import (
+    Routed,
+    World,
+    choose_token,
+    error,
+    make_world,
+    new_rows,
+    reference,
+    start,
+)
 from tests.helpers.weight_tape import EmulatedFunction
 from tiny_vllm.kernels.weight_tape import layout, pack, step
 from tiny_vllm.kernels.weight_tape.layout import TapeLayout
@@ -52,17 +61,17 @@ def logits_of(world: World, slot: int) -> Tensor:
     return tape.logits[0].clone()
 
 
-def check_step(world: World, slot: int, position: int) -> list[Tensor]:
+def check_step(world: World, slot: int, position: int) -> list[list[int]]:
     """Returns the picks of each layer."""
-    picks: list[Tensor] = []
-    exact = reference(world, slot, torch.float32, picks)
+    routed: Routed = []
+    exact = reference(world, slot, torch.float32, routed)
     rounded = reference(world, slot, torch.bfloat16)
     limit = 1.5 * error(rounded[0], exact[0])
     assert error(logits_of(world, slot), exact[0]) <= limit
     for cached, index in ((world.cache.k, 1), (world.cache.v, 2)):
         limit = 1.5 * error(rounded[index], exact[index])
         assert error(new_rows(world, cached, slot, position), exact[index]) <= limit
-    return picks
+    return [picks for picks, _ in routed]
 
 
 SPECS = {
@@ -83,6 +92,7 @@ def test_a_step_is_as_near_to_fp32_as_bf16_torch(name: str, monkeypatch: pytest.
             monkeypatch.setattr(module, "NUM_BLOCKS", 8)
     world = emulated_world(SPECS[name])
     start(world, [1], [37])
+    choose_token(world, 1)
     check_step(world, 1, 37)
 
 
@@ -90,6 +100,7 @@ def test_a_ring_of_four_stages_without_held_chunks_is_enough(monkeypatch: pytest
     monkeypatch.setattr(layout, "MAX_STAGES", 4)
     world = emulated_world(SPECS["tiny"])
     start(world, [1], [17])
+    choose_token(world, 1)
     check_step(world, 1, 17)
 
 
@@ -99,14 +110,15 @@ def test_steps_with_changing_picks_repeat_bit_for_bit_whatever_the_order_of_even
     for run in range(3):
         start(world, [2], [14])
         outcomes = []
-        for position in range(14, 19):
+        for position in range(14, 18):
             world.state.last_token[2] = position * 5 % 97
+            choose_token(world, 2)
             if run == 0:
-                seen.update(tuple(layer.tolist()) for layer in check_step(world, 2, position))
+                seen.update(map(tuple, check_step(world, 2, position)))
             outcomes.append(logits_of(world, 2))
             world.state.computed_len[2] += 1
         runs.append((torch.stack(outcomes), world.cache.k.nan_to_num(), world.cache.v.nan_to_num()))
-    assert len(seen) > 8 and len({order[0] for order in seen}) > 4, "the picks hardly change"
+    assert len(seen) > 6 and len({order[0] for order in seen}) > 4, "the picks hardly change"
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
@@ -119,9 +131,10 @@ def test_equal_logits_favour_the_lower_expert(equal: range | tuple[int, ...]) ->
         layer.router[list(equal)] = layer.router[equal[0]].clone()
     world = rebuilt(world)
     start(world, [0], [5])
+    choose_token(world, 0)
     picks = check_step(world, 0, 5)
     if len(equal) == 11:
-        assert [layer.tolist() for layer in picks] == [[0, 1, 2]] * 2
+        assert picks == [[0, 1, 2]] * 2
 
 
 def rebuilt(world: World) -> World:
@@ -149,29 +162,40 @@ def test_a_draw_moves_the_slot_on_and_reports_what_is_not_finite() -> None:
 
 
 MISTAKES = {
-    "the held chunk of the layer before": ("is_held<M>(chunk) ? held_parity :", "is_held<M>(chunk) ? 0u :"),
-    "held stages are not waited for": (
-        "if (layer > 0) barrier_wait(empty + 8 * stage, (layer - 1) & 1);", ""
+    "held chunks of the layer before": ("is_held<M>(chunk) ? held_parity :", "is_held<M>(chunk) ? 0u :"),
+    "the higher of equal logits": (
+        "if (lane == __ffs((int)lanes) - 1)",
+        "if (lane == 31 - __builtin_clz(lanes))",
     ),
-    "the higher of equal logits": ("if (lane == __ffs((int)lanes) - 1)", "if (lane == 31 - __builtin_clz(lanes))"),
-    "logits of the layer before": ("has_all &= (u32)(word[i] >> 32) == epoch;", "has_all &= (u32)(word[i] >> 32) + 1 >= epoch;"),
-    "odd rows in the order of even ones": ("(BLOCKS % 2 == 0) ? i ^ (g & 1)", "(BLOCKS % 2 == 0) ? i ^ (g >> 1 & 1)"),
-    "weights by place": ("s.pick_weights[item / PICK_ITEMS]", "s.pick_weights[0]"),
-    "no room in the ring": ("if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);\n    const u32 q", "const u32 q"),
-}  # fmt: skip
+    "an input in another order than its rows": (
+        "c.x[0][i] = *(const uint4*)(from + R::block(i, c.g) * 64);",
+        "c.x[0][i] = *(const uint4*)(from + i * 64);",
+    ),
+    "one weight for all": ("s.pick_weights[item / PICK_ITEMS]", "s.pick_weights[0]"),
+    "a stage that is refilled early": (
+        "((index / STAGES) & 1) ^ 1);\n    const u32 q",
+        "(index / STAGES) & 1);\n    const u32 q",
+    ),
+    "the gate's rows for up": ("gate + (i64)EXPERT_SIZE * HIDDEN", "gate + (i64)HIDDEN"),
+    "rows of other blocks": (
+        "row = cta * OWN_ROWS + unit * 8;",
+        "row = (CTAS - 1 - cta) * OWN_ROWS + unit * 8;",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_emulation_finds(name: str) -> None:
-    world = emulated_world(SPECS["tiny"], MISTAKES[name])
+    world = emulated_world(tiny_spec(), MISTAKES[name])
     if "equal" in name:
         for layer in world.weights.layers:
             layer.router.zero_()
     start(world, [1], [17])
+    choose_token(world, 1)
     exact = reference(world, 1, torch.float32)[0]
     limit = 1.5 * error(reference(world, 1, torch.bfloat16)[0], exact)
     try:
-        errors = [error(logits_of(world, 1), exact) for _ in range(4)]
+        errors = [error(logits_of(world, 1), exact) for _ in range(2)]
     except RuntimeError:
         return
     assert not max(errors) <= limit
