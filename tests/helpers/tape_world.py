@@ -1,4 +1,4 @@
-"""A model with random weights, its cache and slot tables around the weight tape, and what FP32 torch makes of a
+"""A model with random weights, its cache and slot tables around the weight tape, and FP32 torch's result of a
 step."""
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ Routed = list[tuple[list[int], Tensor]]
 def reference(
     world: World, slot: int, dtype: torch.dtype, routed: Routed | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [vocab] and new keys and values [layers, kv_heads, head_dim] of a slot's next step. routed: takes
-    each layer's picked experts and the router's logits [experts]."""
+    """Logits [vocab] and new keys and values [layers, kv_heads, head_dim] of a slot's next step. routed:
+    takes each layer's picked experts and the router's logits [experts]."""
     spec, weights, state = world.spec, world.weights, world.state
     position = int(state.computed_len[slot])
     half = spec.head_dim // 2
@@ -176,6 +176,7 @@ def reference(
         else:
             # So wide that equal rows have equal sums, in whatever order.
             logits = (layer.router.double() * normed.double()).sum(-1).float()
+            assert spec.experts is not None
             experts, shares = pick_experts_ref(
                 logits[None, None], None, spec.experts.num_active, spec.experts.normalize
             )
@@ -187,9 +188,9 @@ def reference(
 
 
 def choose_token(world: World, slot: int) -> None:
-    """Another last token of the slot, until no layer's last pick is nearly, but not quite, equal to an expert that
-    is not picked: rounding would decide between them."""
-    while True:
+    """Another last token of the slot, until no layer's last pick is nearly, but not quite, equal to an expert
+    that is not picked: rounding would decide between them."""
+    while world.spec.experts is not None:
         routed: Routed = []
         reference(world, slot, torch.float32, routed)
         gaps = []
@@ -198,7 +199,7 @@ def choose_token(world: World, slot: int) -> None:
             rest[picks] = float("-inf")
             rest[logits == logits[picks[-1]]] = float("-inf")
             gaps.append(float((logits[picks[-1]] - rest.max()) / logits.std()))
-        if not gaps or min(gaps) > 0.04:
+        if min(gaps) > 0.04:
             return
         world.state.last_token[slot] = (world.state.last_token[slot] + 1) % world.spec.vocab_size
 

@@ -44,7 +44,8 @@ SHARED = "extern __shared__ __align__(1024) u8 memory[];"
 FAILED = "DEV void failed() {"
 ENTRY = """
 static Params emulated_params;
-extern "C" const char* run_emulated(const void* params, int threads, unsigned shared, unsigned seed, int rounds) {
+extern "C" const char* run_emulated(const void* params, int threads, unsigned shared, unsigned seed,
+                                    int rounds) {
   memcpy(&emulated_params, params, sizeof emulated_params);
   emulated::dice.seed(seed);
   emulated::body = [] { tape_step(emulated_params); };
@@ -119,8 +120,8 @@ def _library(defines: tuple[tuple[str, int | str], ...], mistake: tuple[str, str
 
 
 class EmulatedFunction:
-    """In the place of a `CudaFunction` of `compile_step`. mistake: a text of the kernel and what to put in its
-    place. Launches raise RuntimeError where the kernel is stuck or breaks a rule of the device."""
+    """In the place of a `CudaFunction` of `compile_step`. mistake: a text of the kernel and what to put in
+    its place. Launches raise RuntimeError where the kernel is stuck or breaks a rule of the device."""
 
     def __init__(
         self, layout: TapeLayout, tokens: int = 1, *, mistake: tuple[str, str] | None = None

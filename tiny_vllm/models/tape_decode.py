@@ -1,8 +1,8 @@
 """Decode steps of few slots as one launch each: the weight-tape kernel over a model's weights and pages.
 
 The tape is a second copy of the matrices, in the kernel's own order: the products of prefill and of larger
-batches read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B). Experts are
-read where they are: of Qwen3-30B-A3B 2.4 of 61 GB are held twice.
+batches read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B). Experts
+are read where they are: of Qwen3-30B-A3B 2.4 of 61 GB are held twice.
 """
 
 from __future__ import annotations

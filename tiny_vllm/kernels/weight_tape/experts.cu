@@ -1,22 +1,24 @@
 // A mixture of experts in place of a layer's gate, up and down, for one token. Stands behind tape.cu.
 //
-// Experts stay where other kernels read them: gate and up [experts][2 * EXPERT_SIZE][HIDDEN], rows of gate first,
-// and down [experts][HIDDEN][EXPERT_SIZE]. The producer copies the rows of the picked ones into the ring.
+// Experts stay where other kernels read them: gate and up [experts][2 * EXPERT_SIZE][HIDDEN], rows of gate
+// first, and down [experts][HIDDEN][EXPERT_SIZE]. The producer copies the rows of the picked ones into the
+// ring.
 //
 // Router. Each block has ROUTER_ROWS of its rows and multiplies them as the hidden vector arrives. The logits
-// are exchanged as FP32 values with epochs. The producer's warp of every block takes them, picks for itself what
-// all blocks pick, and goes on copying without another hop. While it waits, the first HELD chunks of the next
-// layer's QKV arrive in stages of their own: the ring could not pass them.
+// are exchanged as FP32 values with epochs. The producer's warp of every block takes them, picks for itself
+// what all blocks pick, and goes on copying without another hop. While it waits, the first HELD chunks of the
+// next layer's QKV arrive in stages of their own: the ring could not pass them.
 //
 // Work. The picked experts' rows of gate and up, one expert's after the other's, are dealt out evenly, so a
-// block reads one run of rows or two. Of every picked expert's down a block reads the rows of the hidden values
-// that it owns. Sums over the columns, then over the picks with their weights, run in a fixed order, in FP32.
+// block reads one run of rows or two. Of every picked expert's down a block reads the rows of the hidden
+// values that it owns. Sums over the columns, then over the picks with their weights, run in a fixed order,
+// in FP32.
 //
-// Products. A chunk is 2 * HALF rows, as they lie. Rows i and HALF + i share columns in one m16n8k16 product, in
-// operand rows g and 8 + g with g % HALF = i; g / HALF says which segment of the columns. Operand column g has the
-// input vector at row g's columns, so of the result the diagonal is wanted, and each row may take its columns
-// in an order of its own. Odd rows take every two 64-byte pieces the other way round: rows lie 128 bytes
-// apart, or a multiple, and without that two of them would meet in the same banks.
+// Products. A chunk is 2 * HALF rows, as they lie. Rows i and HALF + i share columns in one m16n8k16 product,
+// in operand rows g and 8 + g with g % HALF = i; g / HALF says which segment of the columns. Operand column g
+// has the input vector at row g's columns, so of the result the diagonal is wanted, and each row may take its
+// columns in an order of its own. Odd rows take every two 64-byte pieces the other way round: rows lie 128
+// bytes apart, or a multiple, and without that two of them would meet in the same banks.
 
 #if EXPERTS
 static_assert(TOKENS == 1, "one token");
@@ -46,7 +48,7 @@ static_assert(OWN_FF % Pairs::HALF == 0 && EXPERT_SIZE % Pairs::HALF == 0, "pair
 static_assert(4 % Pairs::KB == 0, "a group's chunks have the same columns");
 static_assert(PAIRS_CHUNKS * PAIR_STRIDE <= PART_FLOATS && OWN_ROWS * SUM_STRIDE <= PART_FLOATS, "sums");
 static_assert(HIDDEN % 256 == 0 && HIDDEN / 8 <= CONSUMERS && INTERMEDIATE <= XS_COLUMNS, "vectors");
-static_assert(HELD <= 4 && HELD <= Qkv::CHUNKS, "a group takes its held chunk before the layer begins");
+static_assert(HELD <= Qkv::CHUNKS, "held chunks");
 static_assert(EXPERTS <= 512 && PICKS <= EXPERTS, "experts");
 
 // ---------------------------------------------------------------- producer
@@ -88,7 +90,8 @@ struct ExpertProducer : Producer {
     else
 #pragma unroll 1
       for (int i = 0; i < COUNT; i++)
-        copy_bulk(to + i * R::ROW_BYTES, from + i * (R::KB * R::COLUMNS), R::ROW_BYTES, full + 8 * stage, policy);
+        copy_bulk(to + i * R::ROW_BYTES, from + i * (R::KB * R::COLUMNS), R::ROW_BYTES, full + 8 * stage,
+                  policy);
   }
 
   // The first chunks of a layer's QKV.
@@ -132,7 +135,8 @@ struct ExpertProducer : Producer {
     }
   }
 
-  // Waits for the logits. Equal ones favour the lower expert; what is no number comes last: see pick_experts.py.
+  // Waits for the logits. Equal ones favour the lower expert; what is no number comes last: see
+  // pick_experts.py.
   DEV void pick(u32 epoch) {
     u64 word[PER_LANE];
     Watch watch;
@@ -140,7 +144,7 @@ struct ExpertProducer : Producer {
       bool has_all = true;
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
-        word[i] = load_pair(p.exchange + X_LOGITS + 2 * min(lane * PER_LANE + i, EXPERTS - 1));
+        word[i] = load_pair(p.exchange + X_LOGITS + LOGIT_WORDS * min(lane * PER_LANE + i, EXPERTS - 1));
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++) has_all &= (u32)(word[i] >> 32) == epoch;
       if (has_all) break;
@@ -291,7 +295,8 @@ DEV void take_and_route(Consumer& c, int layer) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < NORM_WARPS; i++) sum += c.s.router_sums[c.t * NORM_WARPS + i];
-    store_pair(p.exchange + X_LOGITS + 2 * (first + c.t), __float_as_uint(sum * c.inverse_rms(0)), c.epoch);
+    store_pair(p.exchange + X_LOGITS + LOGIT_WORDS * (first + c.t), __float_as_uint(sum * c.inverse_rms(0)),
+               c.epoch);
   }
 }
 
@@ -348,6 +353,7 @@ DEV void mix_experts(Consumer& c, int layer) {
   asm volatile("bar.arrive 2, 544;" ::: "memory");
 
   // ---- gate and up
+  const float r = c.inverse_rms(0);
   load_input<Pairs>(c, c.group % Pairs::KB * Pairs::COLUMNS);
 #pragma unroll 1
   for (int i = c.group; i < PAIRS_CHUNKS; i += 4) {
@@ -379,7 +385,6 @@ DEV void mix_experts(Consumer& c, int layer) {
       up += __shfl_xor_sync(~0u, up, o);
     }
     if (i % 8 == 0 && pair < OWN_FF) {
-      const float r = c.inverse_rms(0);
       gate *= r;
       c.publish<FfVector>(X_FF, 0, c.cta * OWN_FF + pair, gate / (1.f + __expf(-gate)) * (up * r));
     }

@@ -33,6 +33,8 @@ MAX_HELD = 4
 MAX_EXPERTS = 512
 MAX_EXPERT_HIDDEN = 4096
 """A thread takes eight values of the hidden vector."""
+LOGIT_WORDS = 8
+"""Of a router's logit in the exchange: a sector of its own, for all blocks poll it."""
 WINDOW = 3
 """Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal."""
 NUM_CONSUMERS = 512
@@ -132,8 +134,8 @@ def _matrix(rows: int, columns: int, *, by_unit: bool = True, unit_rows: int = U
 
 @dataclass(frozen=True, slots=True)
 class TapeLayout:
-    """The five matrices of a shape. gate_up's units are counted by its rows of gate. With experts, gate_up and
-    down say what a block computes of all picked ones together, but are not on the tape."""
+    """The five matrices of a shape. gate_up's units are counted by its rows of gate. With experts, gate_up
+    and down say what a block computes of all picked ones together, but are not on the tape."""
 
     shape: TapeShape
     qkv: MatrixLayout
@@ -173,8 +175,8 @@ class TapeLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowsLayout:
-    """Chunks of an expert's rows as they lie: 2 * half rows by chunk_columns columns, num_column_chunks of which
-    make whole rows."""
+    """Chunks of an expert's rows as they lie: 2 * half rows by chunk_columns columns, num_column_chunks of
+    which make whole rows."""
 
     half: int
     num_column_chunks: int
@@ -317,6 +319,11 @@ def unsupported(shape: TapeShape) -> str | None:
         return f"dealing its rows to {NUM_BLOCKS} blocks would add {overhead:.0%} to what a step reads"
     if not token_buckets(shape):
         return "its vectors do not fit into a block's shared memory"
+    plan = plan_block(layout, 1)
+    if shape.num_experts and plan is not None and plan.stages < RING_STAGES:
+        return (
+            f"its vectors and sums leave a ring of {plan.stages} stages of {RING_STAGES} needed with experts"
+        )
     return None
 
 
@@ -325,9 +332,7 @@ def _unsupported_experts(shape: TapeShape) -> str | None:
         return f"{shape.num_picks} of {shape.num_experts} experts are not up to {MAX_EXPERTS}"
     step = UNIT_ROWS * NUM_BLOCKS
     if shape.hidden_size % max(step, 256) or shape.hidden_size > MAX_EXPERT_HIDDEN:
-        return (
-            f"with experts, {shape.hidden_size} hidden values are no multiple of {step} up to {MAX_EXPERT_HIDDEN}"
-        )
+        return f"{shape.hidden_size} hidden values are no multiple of {step} up to {MAX_EXPERT_HIDDEN}"
     if shape.expert_size % 256:
         return f"an expert's intermediate size of {shape.expert_size} is no multiple of 256"
     if shape.intermediate_size % (step // 2):
@@ -374,6 +379,7 @@ def defines(layout: TapeLayout, tokens: int) -> dict[str, int]:
         "EXCHANGE_WORDS": exchange_words(shape, tokens),
         "EXPERTS": shape.num_experts,
         "HELD": plan.held,
+        "LOGIT_WORDS": LOGIT_WORDS,
     }
     if shape.num_experts:
         pairs, sums = pair_rows(shape), sum_rows(shape)
@@ -408,4 +414,4 @@ def exchange_words(shape: TapeShape, tokens: int) -> int:
     values = _ceil_div(4 * tokens * vectors, 8) * 8 + 5 * 128
     # Two buffers of BF16 vectors are as many words as one has values.
     words = values + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS
-    return words + 2 * tokens * shape.num_experts
+    return words + LOGIT_WORDS * tokens * shape.num_experts

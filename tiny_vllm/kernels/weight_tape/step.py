@@ -56,8 +56,8 @@ class TapeModel:
     final norm. qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has
     them. embedding [vocab, hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages,
     kv_heads, page_size, head_dim] BF16. routers [layers, experts, hidden] BF16, and experts: each layer's
-    gate_up [experts, 2 * expert_size, hidden], rows of gate first, and down [experts, hidden, expert_size] BF16,
-    which are read in place.
+    gate_up [experts, 2 * expert_size, hidden], rows of gate first, and down [experts, hidden, expert_size]
+    BF16, which are read in place.
     """
 
     layout: TapeLayout

@@ -31,8 +31,8 @@
 //
 // Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
 // instead of a hang.
-// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu stands behind this
-// file and computes what follows a layer's output projection.
+// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu stands behind
+// this file and computes what follows a layer's output projection.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -103,8 +103,8 @@ constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
               X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
               VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
-              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP,
-              X_LOGITS = X_BEST + 4 * TOKENS * CTAS, X_END = X_LOGITS + 2 * TOKENS * EXPERTS;
+              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_LOGITS = X_BEST + 4 * TOKENS * CTAS,
+              X_END = X_LOGITS + LOGIT_WORDS * TOKENS * EXPERTS;
 static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
 constexpr u32 EMPTY = 0xffffu;
 
