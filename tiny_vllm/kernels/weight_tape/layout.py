@@ -157,10 +157,8 @@ class TapeLayout:
 
     @property
     def layer_values(self) -> int:
-        matrices = (self.qkv, self.output)
-        if not self.shape.num_experts:
-            matrices += (self.gate_up, self.down)
-        return sum(m.num_values for m in matrices)
+        beside = () if self.shape.num_experts else (self.gate_up, self.down)
+        return sum(m.num_values for m in (self.qkv, self.output, *beside))
 
     @property
     def num_bytes(self) -> int:
