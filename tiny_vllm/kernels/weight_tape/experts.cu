@@ -55,7 +55,7 @@ static_assert(EXPERTS <= 512 && PICKS <= EXPERTS, "experts");
 
 // A warp, whose first lane copies.
 struct ExpertProducer : Producer {
-  static constexpr int PER_LANE = (EXPERTS + 31) / 32;
+  static constexpr int PER_LANE = (EXPERTS + 31) / 32, PICK_TURNS = (PICKS + 31) / 32;
   static constexpr int NOTHING = -0x7fffffff - 1;  // less than any logit's order
   // A group must not mistake an earlier use of a stage for the next one, see plan_block in layout.py.
   static constexpr u32 MAX_WINDOW = STAGES % 4 == 0 ? STAGES - 1 : STAGES - 4;
@@ -63,7 +63,6 @@ struct ExpertProducer : Producer {
   Shared& s;
   int lane;
   float logit[PER_LANE];  // of experts PER_LANE * lane ...
-  int place[PER_LANE];    // among the picks, PICKS if not one of them
   float highest_logit;
 
   template <class R>
@@ -151,55 +150,75 @@ struct ExpertProducer : Producer {
       watch.failed();
     }
     __syncwarp();
-    int order[PER_LANE], best = NOTHING, highest = NOTHING;
+    int order[PER_LANE], expert[PER_LANE];  // order: an integer, greater where the logit is
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      const bool is_expert = lane * PER_LANE + i < EXPERTS;
+      expert[i] = lane * PER_LANE + i;
+      const bool is_expert = expert[i] < EXPERTS;
       logit[i] = is_expert ? __uint_as_float((u32)word[i]) : NEG_INF;
       const int bits = (int)__float_as_uint(logit[i] + 0.f);  // minus zero equals zero
       order[i] = bits < 0 ? bits ^ 0x7fffffff : bits;
       if (logit[i] != logit[i]) order[i] = NOTHING + 1;
       if (!is_expert) order[i] = NOTHING;
-      place[i] = PICKS;
-      best = max(best, order[i]);
     }
+    // The lane's own in falling order, so that only the first is compared with other lanes'.
+#pragma unroll
+    for (int end = PER_LANE - 1; end > 0; end--)
+#pragma unroll
+      for (int i = 0; i < end; i++) {
+        const bool swaps = order[i] < order[i + 1];
+        const int a = order[i], b = expert[i];
+        order[i] = swaps ? order[i + 1] : a;
+        expert[i] = swaps ? expert[i + 1] : b;
+        order[i + 1] = swaps ? a : order[i + 1];
+        expert[i + 1] = swaps ? b : expert[i + 1];
+      }
+    int highest = NOTHING;
 #pragma unroll 1
     for (int n = 0; n < PICKS; n++) {
-      const int found = __reduce_max_sync(~0u, best);
-      const u32 lanes = __ballot_sync(~0u, best == found);
+      const int found = __reduce_max_sync(~0u, order[0]);
+      const u32 lanes = __ballot_sync(~0u, order[0] == found);
       if (n == 0) highest = found;
-      if (lane == __ffs((int)lanes) - 1) {
-        bool is_open = true;
-        best = NOTHING;
+      const bool is_mine = lane == __ffs((int)lanes) - 1;
+      if (is_mine) {
+        s.picks[n] = expert[0];
+        s.pick_weights[n] = value_of(found);
+      }
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-          if (is_open && order[i] == found) {
-            is_open = false;
-            order[i] = NOTHING;
-            place[i] = n;
-            s.picks[n] = lane * PER_LANE + i;
-          }
-          best = max(best, order[i]);
-        }
+      for (int i = 0; i < PER_LANE; i++) {
+        order[i] = !is_mine ? order[i] : i + 1 < PER_LANE ? order[(i + 1) % PER_LANE] : NOTHING;
+        expert[i] = is_mine ? expert[(i + 1) % PER_LANE] : expert[i];
       }
     }
-    const float top = __uint_as_float((u32)(highest < 0 ? highest ^ 0x7fffffff : highest));
-    highest_logit = highest == NOTHING + 1 || top == NEG_INF ? 0.f : top;
+    const float top = value_of(highest);
+    highest_logit = top > NEG_INF ? top : 0.f;
     __syncwarp();
   }
 
-  // The picks' weights, into shared memory. Logits that are no numbers make all weights none, too.
+  // The logit of an order.
+  static DEV float value_of(int order) {
+    return __uint_as_float((u32)(order < 0 ? order ^ 0x7fffffff : order));
+  }
+
+  // Makes the picks' logits their weights. Logits that are no numbers make all weights none, too.
   DEV void weigh() {
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      logit[i] = __expf(logit[i] - highest_logit);
-      if (!NORMALIZE || place[i] < PICKS || logit[i] != logit[i]) total += logit[i];
+      const float share = __expf(logit[i] - highest_logit);
+      if (!NORMALIZE || share != share) total += share;
+    }
+    float share[PICK_TURNS];
+#pragma unroll
+    for (int i = 0; i < PICK_TURNS; i++) {
+      const int n = i * 32 + lane;
+      share[i] = n < PICKS ? __expf(s.pick_weights[n] - highest_logit) : 0.f;
+      if (NORMALIZE) total += share[i];
     }
     total = warp_sum(total);
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-      if (place[i] < PICKS) s.pick_weights[place[i]] = logit[i] / total;
+    for (int i = 0; i < PICK_TURNS; i++)
+      if (i * 32 + lane < PICKS) s.pick_weights[i * 32 + lane] = share[i] / total;
     __syncwarp();
   }
 };

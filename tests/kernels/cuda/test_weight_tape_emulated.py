@@ -1,4 +1,5 @@
-"""The weight tape's mixture of experts: the kernel emulated on a CPU with few blocks, against FP32 torch."""
+"""The weight tape's kernel, emulated on a CPU with few blocks, against FP32 torch: mixtures of experts, and a
+dense model beside them."""
 
 from __future__ import annotations
 
@@ -48,9 +49,11 @@ def tiny_spec(mixture: ExpertsSpec | None = None, **changes: object) -> ModelSpe
     return ModelSpec(**{**values, **changes})
 
 
-def emulated_world(spec: ModelSpec, mistake: tuple[str, str] | None = None) -> World:
-    function = EmulatedFunction(TapeLayout.of(tape_shape(spec, 16)), mistake=mistake)
-    return make_world(spec, {1: function}, device=torch.device("cpu"), max_len=MAX_LEN, num_slots=NUM_SLOTS)
+def emulated_world(spec: ModelSpec, mistake: tuple[str, str] | None = None, *, rows: int = 1) -> World:
+    function = EmulatedFunction(TapeLayout.of(tape_shape(spec, 16)), rows, mistake=mistake)
+    return make_world(
+        spec, {rows: function}, device=torch.device("cpu"), max_len=MAX_LEN, num_slots=NUM_SLOTS
+    )
 
 
 def logits_of(world: World, slot: int) -> Tensor:
@@ -96,6 +99,29 @@ def test_a_step_is_as_near_to_fp32_as_bf16_torch(name: str, monkeypatch: pytest.
     check_step(world, 1, 37)
 
 
+@pytest.mark.parametrize("direct_limit", [512, 8])
+def test_a_dense_step_is_as_near_to_fp32_as_bf16_torch(direct_limit: int) -> None:
+    world = emulated_world(replace(tiny_spec(), experts=None, intermediate_size=1024), rows=2)
+    start(world, [2, 0], [40, 19])
+    tape = world.tape.step(2)
+    tape.set_tuning(direct_limit=direct_limit)
+    tape.slots.copy_(torch.tensor([2, 0]))
+    tape.compute_logits()
+    for logits, slot in zip(tape.logits, (2, 0), strict=True):
+        exact = reference(world, slot, torch.float32)[0]
+        assert error(logits, exact) <= 1.5 * error(reference(world, slot, torch.bfloat16)[0], exact)
+
+
+def test_logits_that_are_no_numbers_make_no_pick_that_there_is_not() -> None:
+    world = emulated_world(tiny_spec(num_layers=1))
+    start(world, [1], [20])
+    world.cache.v[:, world.state.page_table[1, 0]] = float("nan")
+    assert logits_of(world, 1).isnan().all()
+    start(world, [1], [20])
+    choose_token(world, 1)
+    check_step(world, 1, 20)
+
+
 def test_a_ring_of_four_stages_without_held_chunks_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MAX_STAGES", 4)
     world = emulated_world(SPECS["tiny"])
@@ -137,9 +163,9 @@ def test_equal_logits_favour_the_lower_expert(equal: range | tuple[int, ...]) ->
         assert picks == [[0, 1, 2]] * 2
 
 
-def rebuilt(world: World) -> World:
+def rebuilt(world: World, mistake: tuple[str, str] | None = None) -> World:
     """With the tape made anew of the weights."""
-    function = EmulatedFunction(world.tape.layout)
+    function = EmulatedFunction(world.tape.layout, mistake=mistake)
     tape = TapeDecode(
         world.spec, world.weights, world.cos_sin, world.cache, world.state, world.temperature, {1: function}
     )
@@ -163,10 +189,7 @@ def test_a_draw_moves_the_slot_on_and_reports_what_is_not_finite() -> None:
 
 MISTAKES = {
     "held chunks of the layer before": ("is_held<M>(chunk) ? held_parity :", "is_held<M>(chunk) ? 0u :"),
-    "the higher of equal logits": (
-        "if (lane == __ffs((int)lanes) - 1)",
-        "if (lane == 31 - __builtin_clz(lanes))",
-    ),
+    "the higher of equal logits": ("lane == __ffs((int)lanes) - 1", "lane == 31 - __builtin_clz(lanes)"),
     "an input in another order than its rows": (
         "c.x[0][i] = *(const uint4*)(from + R::block(i, c.g) * 64);",
         "c.x[0][i] = *(const uint4*)(from + i * 64);",
@@ -192,7 +215,9 @@ def test_the_emulation_finds(name: str) -> None:
     world = emulated_world(tiny_spec(hidden_size=512), MISTAKES[name])
     if "equal" in name:
         for layer in world.weights.layers:
+            assert layer.router is not None
             layer.router.zero_()
+        world = rebuilt(world, MISTAKES[name])
     start(world, [1], [17])
     choose_token(world, 1)
     exact = reference(world, 1, torch.float32)[0]
