@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--windows", default="3")
     parser.add_argument("--direct-limits", default="512")
-    parser.add_argument("--ring-stages", type=int, default=layout.RING_STAGES, help="with experts: 7 or 8")
+    parser.add_argument("--ring-stages", type=int, default=layout.RING_STAGES, help="with experts: 4, 7 or 8")
     options = parser.parse_args()
     layout.RING_STAGES = options.ring_stages
     report = Report(options.output)

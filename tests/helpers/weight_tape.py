@@ -7,7 +7,6 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tiny_vllm.kernels.weight_tape.layout import TapeLayout, plan_block
@@ -148,7 +147,3 @@ class EmulatedFunction:
         )
         if problem:
             raise RuntimeError(problem.decode())
-
-
-Functions = Mapping[int, EmulatedFunction]
-MakeFunctions = Callable[[TapeLayout], Functions]

@@ -21,7 +21,7 @@ from tests.helpers.tape_world import (
 )
 from tests.helpers.weight_tape import EmulatedFunction
 from tiny_vllm.kernels.weight_tape import layout, pack, step
-from tiny_vllm.kernels.weight_tape.layout import TapeLayout
+from tiny_vllm.kernels.weight_tape.layout import TapeLayout, plan_block
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tiny_vllm.models.tape_decode import TapeDecode, tape_shape
 
@@ -122,9 +122,15 @@ def test_logits_that_are_no_numbers_make_no_pick_that_there_is_not() -> None:
     check_step(world, 1, 20)
 
 
-def test_a_ring_of_four_stages_without_held_chunks_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "MAX_STAGES", 4)
-    world = emulated_world(SPECS["tiny"])
+@pytest.mark.parametrize(("stages", "ring", "held"), [(4, 4, 0), (11, 4, 7), (11, 7, 4), (10, 9, 1)])
+def test_other_rings_and_held_chunks_give_the_same(
+    stages: int, ring: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "MAX_STAGES", stages)
+    monkeypatch.setattr(layout, "RING_STAGES", ring)
+    world = emulated_world(tiny_spec())
+    plan = plan_block(world.tape.layout, 1)
+    assert plan is not None and (plan.stages, plan.held) == (ring, held)
     start(world, [1], [17])
     choose_token(world, 1)
     check_step(world, 1, 17)

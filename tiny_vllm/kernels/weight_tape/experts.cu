@@ -280,7 +280,7 @@ DEV float route8(const uint4& x, const uint4& norm, const uint4& row) {
   return sum;
 }
 
-// As `take` of X_H1, and this block's rows of the router; the logits are published.
+// As `take` of X_H1, and this block's rows of the router, whose logits are published. Tells the cleaner.
 DEV void take_and_route(Consumer& c, int layer) {
   const Params& p = c.p;
   const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -310,6 +310,7 @@ DEV void take_and_route(Consumer& c, int layer) {
     }
   }
   consumers_sync();
+  asm volatile("bar.arrive 2, 544;" ::: "memory");
   if (c.t < ROUTER_ROWS && first + c.t < EXPERTS) {
     float sum = 0.f;
 #pragma unroll
@@ -369,7 +370,6 @@ DEV void mix_experts(Consumer& c, int layer) {
   // ---- norm and router
   c.refresh();
   take_and_route(c, layer);
-  asm volatile("bar.arrive 2, 544;" ::: "memory");
 
   // ---- gate and up
   const float r = c.inverse_rms(0);

@@ -28,8 +28,9 @@ MAX_OVERHEAD = 0.08
 MAX_PART_FLOATS = 16_384
 MAX_STAGES = 12
 RING_STAGES = 8
-"""Beside held chunks: as many as a group and four chunks of down in flight need, see `plan_block`."""
-MAX_HELD = 4
+"""With experts. What is left holds the next layer's first chunks while the ring waits for the router: each
+makes QKV earlier, but four chunks of down in flight need a ring of eight."""
+MAX_HELD = 8
 MAX_EXPERTS = 512
 MAX_EXPERT_HIDDEN = 4096
 """A thread takes eight values of the hidden vector."""
