@@ -136,6 +136,7 @@ class Client:
                 text=True,
                 start_new_session=True,
             )
+        self.session = self._process.pid
         self._is_ready = False
         self._forks = True
 
@@ -186,6 +187,24 @@ class Client:
         end_session(self._process, signal.SIGKILL)
 
 
+def cpu_seconds(session: int) -> dict[str, float]:
+    """Of every process that is in this session, by its id; ended children count for who waited for them."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name, in brackets, may have any characters.
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found[stat.parent.name] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def cpu_shares(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> list[float]:
+    """Cores that each process kept busy in between, the busiest first."""
+    spent = (value - before.get(process, 0.0) for process, value in after.items())
+    return sorted((round(value / seconds, 2) for value in spent if value > 0.05 * seconds), reverse=True)
+
+
 def tail(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")[-1500:] if log.exists() else ""
 
@@ -199,8 +218,10 @@ def end_session(process: subprocess.Popen[str], number: signal.Signals) -> None:
 @contextmanager
 def running(
     command: Sequence[str], environment: Mapping[str, str], ready_url: str, log: Path, limit_s: float
-) -> Iterator[float]:
-    """A server that is ready; yields the seconds that took. Raises RuntimeError if it does not get there."""
+) -> Iterator[tuple[float, int]]:
+    """A server that is ready; yields the seconds that took and the id of its session.
+
+    Raises RuntimeError if it does not get there."""
     start = time.perf_counter()
     with log.open("w") as file:
         process: subprocess.Popen[str] = subprocess.Popen(
@@ -218,7 +239,7 @@ def running(
             if time.perf_counter() - start > limit_s:
                 raise RuntimeError(f"the server was not ready after {limit_s:.0f} s: {tail(log)}")
             time.sleep(0.1)
-        yield time.perf_counter() - start
+        yield time.perf_counter() - start, process.pid
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -291,21 +312,28 @@ def bench(
     rate: str,
     model: Path,
     url: str,
+    session: int,
     folder: Path,
     budget: Budget,
 ) -> dict[str, Any]:
-    """One run at one rate."""
+    """One run at one rate. session: of the server's processes."""
     num_prompts = args.num_prompts
     if rate != "inf":
         num_prompts = min(max(MIN_PROMPTS, round(args.seconds * float(rate))), num_prompts)
     result_path = folder / "result.json"
     result_path.unlink(missing_ok=True)
     arguments = bench_arguments(args, rate, num_prompts, model, url, folder)
+    before, start = [cpu_seconds(each) for each in (session, client.session)], time.monotonic()
     client.run(arguments, folder / "client.log", budget.left)
+    after, seconds = [cpu_seconds(each) for each in (session, client.session)], time.monotonic() - start
     result = json.loads(result_path.read_text(encoding="utf-8"))
     row = {"rate": rate, "num_prompts": num_prompts, **{name: result.get(name) for name in KEPT}}
+    row["server_cores"], row["client_cores"] = (
+        cpu_shares(earlier, later, seconds) for earlier, later in zip(before, after, strict=True)
+    )
     shown = ("completed", "failed", *HIGHER_IS_BETTER, *LOWER_IS_BETTER)
     print("    " + "  ".join(f"{name} {_short(row[name])}" for name in shown), flush=True)
+    print(f"    cores of the server {row['server_cores']}, of the client {row['client_cores']}", flush=True)
     return row
 
 
@@ -358,7 +386,10 @@ def run_engine(
     rows: list[dict[str, Any]] = []
     content[engine] = {"command": shlex.join(choice.command), "rows": rows}
     log = folder / f"{engine}.log"
-    with running(choice.command, choice.environment, choice.ready_url, log, budget.left) as seconds:
+    with running(choice.command, choice.environment, choice.ready_url, log, budget.left) as (
+        seconds,
+        session,
+    ):
         content[engine]["seconds_to_ready"] = round(seconds, 1)
         print(f"  ready after {seconds:.1f} s", flush=True)
         write()
@@ -366,7 +397,7 @@ def run_engine(
         for rate in args.rates.split(","):
             print(f"  rate {rate}, {budget.left:.0f} s left", flush=True)
             try:
-                rows.append(bench(args, client, rate, model, choice.url, folder, budget))
+                rows.append(bench(args, client, rate, model, choice.url, session, folder, budget))
             except RuntimeError as error:
                 raise RuntimeError(f"{error}\nthe server said: {tail(log)[-500:]}") from error
             write()

@@ -340,6 +340,20 @@ inline int __reduce_max_sync(unsigned, int value) {
   for (int i = 1; i < 32; ++i) found = std::max(found, (int)lanes[i]);
   return found;
 }
+inline int __reduce_add_sync(unsigned, int value) {
+  const unsigned long long* lanes = emulated::meet((unsigned long long)(long long)value);
+  int sum = 0;
+  for (int i = 0; i < 32; ++i) sum += (int)lanes[i];
+  return sum;
+}
+template <class T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+  unsigned long long bits = 0;
+  memcpy(&bits, &value, sizeof value);
+  bits = emulated::meet(bits)[lane];
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
 inline unsigned __ballot_sync(unsigned, bool value) {
   const unsigned long long* lanes = emulated::meet(value);
   unsigned mask = 0;

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tiny_vllm import LLM, SamplingParams
-from tiny_vllm.engine.garbage import NEVER, without_full_collections
+from tiny_vllm.engine.garbage import NEVER, YOUNG_OBJECTS, without_full_collections
 
 
 def test_thresholds_come_back_also_after_an_error() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), without_full_collections():
-        assert gc.get_threshold() == (*before[:2], NEVER)
+        assert gc.get_threshold() == (YOUNG_OBJECTS, before[1], NEVER)
         raise KeyError
     assert gc.get_threshold() == before
 

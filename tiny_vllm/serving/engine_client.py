@@ -23,6 +23,7 @@ from tiny_vllm.engine.engine import EngineStats
 from tiny_vllm.errors import EngineDead, TinyVLLMError
 from tiny_vllm.outputs import RequestOutput, RequestUpdate
 from tiny_vllm.serving.engine_child import EngineChild
+from tiny_vllm.serving.event_pace import EventPace
 from tiny_vllm.serving.generation import Generation
 from tiny_vllm.serving.messages import (
     Abort,
@@ -98,6 +99,7 @@ class EngineClient:
         self._observe = observe
         self._on_lost = on_lost
         self._processor = OutputProcessor(tokenizer)
+        self._pace = EventPace(self._pass_on)
         self._numbers = itertools.count()
         self._offered: dict[int, Generation] = {}
         self._generations: dict[str, Generation] = {}
@@ -242,8 +244,10 @@ class EngineClient:
                 events += message.events
             else:
                 self._take_other(message)
-        if not events:
-            return
+        self._pace.take(events)
+
+    def _pass_on(self, events: Sequence[TokenEvent]) -> int:
+        """Returns how many requests have news."""
         now = time.monotonic()
         progress = self._processor.process(events, now)
         if progress.stops:
@@ -251,6 +255,7 @@ class EngineClient:
         for update in progress.updates:
             self._deliver(update)
         self._observe(progress.updates, now)
+        return len(progress.updates)
 
     def _take_other(self, message: FromEngine) -> None:
         match message:
@@ -282,6 +287,7 @@ class EngineClient:
 
     def _fail_everything(self) -> None:
         """Every unfinished request gets its end. What was told to a dead process is forgotten."""
+        self._pace.flush()
         if self.state is EngineState.CLOSED:
             error = EngineDead("the server is shutting down", hint="try again later")
         else:

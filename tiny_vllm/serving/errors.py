@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_vllm.types import SAMPLING_FIELDS
 MAX_MESSAGE_LEN = 1000
 MAX_PLACE_LEN = 100
 MAX_SHOWN_ERRORS = 5
+MAX_SHOWN_VALUE = 40
 RETRY_SECONDS = "1"
 PARAMETERS = frozenset(
     {
@@ -107,13 +109,29 @@ def shutting_down() -> ApiError:
     )
 
 
+def _shown(value: Any) -> str | None:
+    """A value as JSON has it; None for what is no single value, or a long one."""
+    if isinstance(value, str) and len(value) > MAX_SHOWN_VALUE:
+        return None
+    # Python refuses to write integers of some thousand digits.
+    if isinstance(value, int) and abs(value) > 1 << 64:
+        return None
+    if value is not None and not isinstance(value, str | int | float):
+        return None
+    return json.dumps(value)
+
+
 def schema_error(error: ValidationError) -> ApiError:
-    """The first few faults of a body that does not fit its schema, without the body's own values."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    """The first few faults of a body that does not fit its schema, with the value at fault if it is short."""
+    faults = error.errors(include_url=False, include_context=False)
     texts = []
     for fault in faults[:MAX_SHOWN_ERRORS]:
         place = ".".join(str(part) for part in fault["loc"])[:MAX_PLACE_LEN]
-        texts.append(f"{place}: {fault['msg']}" if place else str(fault["msg"]))
+        text = f"{place}: {fault['msg']}" if place else str(fault["msg"])
+        if fault["msg"].startswith("Input should be"):
+            shown = _shown(fault["input"])
+            text += f", not {shown}" if shown is not None else ""
+        texts.append(text)
     if len(faults) > MAX_SHOWN_ERRORS:
         texts.append(f"and {len(faults) - MAX_SHOWN_ERRORS} more")
     first = faults[0]["loc"]

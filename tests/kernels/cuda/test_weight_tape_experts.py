@@ -99,6 +99,15 @@ def test_a_step_is_as_near_to_fp32_as_bf16_torch(name: str, monkeypatch: pytest.
     check_step(world, 1, 37)
 
 
+@pytest.mark.parametrize("kv_stream_limit", [MAX_LEN, 8])
+def test_a_long_context_is_no_obstacle(kv_stream_limit: int) -> None:
+    world = emulated_world(tiny_spec())
+    world.tape.step(1).set_tuning(direct_limit=8, kv_stream_limit=kv_stream_limit)
+    start(world, [1], [58])
+    choose_token(world, 1)
+    check_step(world, 1, 58)
+
+
 @pytest.mark.parametrize("direct_limit", [512, 8])
 def test_a_dense_step_is_as_near_to_fp32_as_bf16_torch(direct_limit: int) -> None:
     world = emulated_world(replace(tiny_spec(), experts=None, intermediate_size=1024), rows=2)

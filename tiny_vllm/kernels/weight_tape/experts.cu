@@ -1,4 +1,4 @@
-// A mixture of experts in place of a layer's gate, up and down, for one token. Stands behind tape.cu.
+// A mixture of experts in place of a layer's gate, up and down, for one token (tape.cu includes this).
 //
 // Experts stay where other kernels read them: gate and up [experts][2 * EXPERT_SIZE][HIDDEN], rows of gate
 // first, and down [experts][HIDDEN][EXPERT_SIZE]. The producer copies the rows of the picked ones into the
@@ -20,8 +20,7 @@
 // columns in an order of its own. Odd rows take every two 64-byte pieces the other way round: rows lie 128
 // bytes apart, or a multiple, and without that two of them would meet in the same banks.
 
-#if EXPERTS
-static_assert(TOKENS == 1, "one token");
+static_assert(TOKENS == 1 && KV_STREAM, "one token; the producer is a warp");
 constexpr int EXPERT_SIZE = INTERMEDIATE / PICKS;
 constexpr i64 LAYER_BYTES = (i64)CTAS * (Qkv::CHUNKS * Qkv::BYTES + Out::CHUNKS * Out::BYTES);
 
@@ -70,14 +69,11 @@ struct ExpertProducer : Producer {
     return min(p.window * (u32)CHUNK_BYTES / R::BYTES, MAX_WINDOW);
   }
 
-  // The next stage of the ring, once it is free and few enough copies are on their way.
+  // The next stage of the ring.
   template <class R>
-  DEV u32 claim() {
+  DEV u32 next_stage() {
     const u32 stage = index % STAGES;
-    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
-    const u32 q = index - window<R>();
-    if (index >= window<R>()) barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
-    barrier_expect(full + 8 * stage, R::BYTES);
+    claim(window<R>(), R::BYTES);
     index++;
     return stage;
   }
@@ -112,24 +108,32 @@ struct ExpertProducer : Producer {
   }
 
   DEV void stream_pairs(const u16* matrix) {
+    if (lane != 0) {
+      index += PAIRS_CHUNKS;
+      return;
+    }
 #pragma unroll 1
     for (int c = 0; c < PAIRS_CHUNKS; c++) {
       const int pair = cta * OWN_FF + c / Pairs::KB * Pairs::HALF, row = pair % EXPERT_SIZE;
       const u16* gate = matrix + ((i64)s.picks[pair / EXPERT_SIZE] * (2 * EXPERT_SIZE) + row) * HIDDEN +
                         c % Pairs::KB * Pairs::COLUMNS;
-      const u32 stage = claim<Pairs>(), to = ring + stage * CHUNK_BYTES;
+      const u32 stage = next_stage<Pairs>(), to = ring + stage * CHUNK_BYTES;
       copy_rows<Pairs, Pairs::HALF>(to, gate, stage);
       copy_rows<Pairs, Pairs::HALF>(to + Pairs::BYTES / 2, gate + (i64)EXPERT_SIZE * HIDDEN, stage);
     }
   }
 
   DEV void stream_sums(const u16* matrix) {
+    if (lane != 0) {
+      index += SUMS_CHUNKS;
+      return;
+    }
 #pragma unroll 1
     for (int c = 0; c < SUMS_CHUNKS; c++) {
       const int unit = c / Sums::KB % OUT_UNITS, row = cta * OWN_ROWS + unit * 8;
       const u16* from = matrix + ((i64)s.picks[c / (OUT_UNITS * Sums::KB)] * HIDDEN + row) * EXPERT_SIZE +
                         c % Sums::KB * Sums::COLUMNS;
-      const u32 stage = claim<Sums>();
+      const u32 stage = next_stage<Sums>();
       copy_rows<Sums, 8>(ring + stage * CHUNK_BYTES, from, stage);
     }
   }
@@ -230,27 +234,25 @@ DEV void produce_with_experts(const Params& p, u32 ring, u32 full, u32 empty, Sh
   ExpertProducer producer{{p, p.tape, 0, ring, full, empty, policy, cta}, s, lane};
   const u32 epoch = p.epochs[cta];
   if (lane == 0) producer.hold(0);
+  const KvSource pages(p, cta);
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     const u16 *gate_up = (const u16*)p.experts[layer * 2], *down = (const u16*)p.experts[layer * 2 + 1];
-    if (lane == 0) {
-      producer.source = p.tape + layer * LAYER_BYTES + (i64)HELD * CTAS * Qkv::BYTES;
-      producer.template stream<Qkv, HELD>();
-      producer.template stream<Out>();
-      if (layer + 1 < LAYERS) producer.hold(layer + 1);
-    }
+    producer.source = p.tape + layer * LAYER_BYTES + (i64)HELD * CTAS * Qkv::BYTES;
+    producer.template stream<Qkv, HELD>();
+    if (pages.chunks > 0) pages.stream(producer, layer);
+    producer.template stream<Out>();
+    if (lane == 0 && layer + 1 < LAYERS) producer.hold(layer + 1);
     __syncwarp();
     producer.pick(epoch + layer + 1);
-    if (lane == 0) producer.stream_pairs(gate_up);
+    producer.stream_pairs(gate_up);
     __syncwarp();
     producer.weigh();
-    if (lane == 0) producer.stream_sums(down);
+    producer.stream_sums(down);
     __syncwarp();
   }
-  if (lane == 0) {
-    producer.source = p.tape + LAYERS * LAYER_BYTES;
-    producer.template stream<Head>();
-  }
+  producer.source = p.tape + LAYERS * LAYER_BYTES;
+  producer.template stream<Head>();
 }
 
 // ---------------------------------------------------------------- consumers
@@ -451,4 +453,3 @@ DEV void mix_experts(Consumer& c, int layer) {
     }
   }
 }
-#endif

@@ -36,8 +36,10 @@ from tiny_vllm.kernels.weight_tape.layout import (
     defines,
     exchange_words,
     plan_block,
+    splits,
 )
 
+HERE = Path(__file__).parent
 NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
 # A wait of this long inside the kernel ends it with an error.
@@ -46,6 +48,12 @@ WATCHDOG_SECONDS = 4
 MAX_EPOCHS = 2**31
 # Contexts shorter than this are gone through by every block of a (token, KV head) pair.
 DIRECT_LIMIT = 512
+# Keys and values of contexts of which a block has at least so many tokens come through the ring, which keeps
+# memory streaming, with so many chunks in flight.
+KV_STREAM_SHARE = 128
+KV_WINDOW = WINDOW
+# Not of contexts longer than so many times a step's average.
+KV_SKEW = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,7 @@ class _Params(ctypes.Structure):
         ),
         ("tokens", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
+        *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
         *((name, ctypes.c_void_p) for name in ("routers", "experts")),
@@ -100,14 +109,22 @@ class _Params(ctypes.Structure):
 
 
 def source() -> str:
-    files = (Path(__file__).parent / name for name in ("tape.cu", "experts.cu"))
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+    text = (HERE / "tape.cu").read_text(encoding="utf-8")
+    for name in ("kv_stream.cu", "experts.cu"):
+        text = text.replace(f'#include "{name}"\n', (HERE / name).read_text(encoding="utf-8"))
+    return text
 
 
 def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
     """What the source is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
-    return {**defines(layout, tokens), **noise, "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull"}
+    return {
+        **defines(layout, tokens),
+        **noise,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+        "KV_STREAM": 1,
+        "KV_SKEW": KV_SKEW,
+    }
 
 
 @functools.cache
@@ -142,6 +159,7 @@ class TapeStep:
         self._exchange = torch.empty(exchange_words(shape, tokens), dtype=torch.int32, device=device)
         self._epochs = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=device)
         self._num_layers = shape.num_layers
+        self._kv_stream_limit = KV_STREAM_SHARE * splits(shape, tokens)
         self._clear_exchange()
         self._kept = (model, state, temperature)
 
@@ -176,6 +194,8 @@ class TapeStep:
             table_width=state.page_table.stride(0),
             num_pages=model.k_cache.shape[1],
             num_slots=temperature.shape[0],
+            kv_stream_limit=self._kv_stream_limit,
+            kv_window=KV_WINDOW,
             eps=model.rms_norm_eps,
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
@@ -187,9 +207,21 @@ class TapeStep:
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
 
-    def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
-        """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
+    def set_tuning(
+        self,
+        *,
+        window: int = WINDOW,
+        direct_limit: int = DIRECT_LIMIT,
+        kv_stream_limit: int | None = None,
+        kv_window: int = KV_WINDOW,
+    ) -> None:
+        """For measurements. window: chunks in flight per block; kv_window: while keys and values come through
+        the ring. direct_limit: contexts from which on they are split, in tokens; kv_stream_limit: from which
+        on their keys and values come through the ring, None for the usual one."""
+        if kv_stream_limit is None:
+            kv_stream_limit = self._kv_stream_limit
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
+        self.parameters.kv_stream_limit, self.parameters.kv_window = kv_stream_limit, kv_window
 
     def draw(self, tokens: Tensor, *, stores_logits: bool = False) -> None:
         """Enqueue a step of `slots`: next tokens into the slot tables and `tokens`. stores_logits: the

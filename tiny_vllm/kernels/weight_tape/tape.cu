@@ -27,12 +27,12 @@
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
 // pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
 // context, and one more exchange combines. Scores and values are tensor-core products whose registers come
-// straight from the pages.
+// straight from the pages or, in a longer one, through the ring: kv_stream.cu.
 //
 // Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
 // instead of a hang.
-// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu stands behind
-// this file and computes what follows a layer's output projection.
+// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu computes
+// what follows a layer's output projection.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -126,6 +126,7 @@ struct Params {
   float* logits;  // [TOKENS][VOCAB] or null
   i64* tokens;    // by row, none for padding; -1 where the logits are not finite; may be the host's memory
   i64 table_width, num_pages, num_slots;
+  int kv_stream_limit, kv_window;        // see kv_stream.cu
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
   const u16* routers;                    // bf16 [LAYERS][EXPERTS][HIDDEN]
@@ -354,20 +355,30 @@ struct Producer {
 
   template <class M, int FIRST = 0>
   DEV void stream() {
+    // The other lanes of the warp only count.
+    if (KV_STREAM && (threadIdx.x & 31) != 0) {
+      index += M::CHUNKS - FIRST;
+      return;
+    }
 #pragma unroll 1
     for (int c = FIRST; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
-      if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
-      // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
-      const u32 window = p.window;
-      if (index >= window) {
-        const u32 q = index - window;
-        barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
-      }
-      barrier_expect(full + 8 * stage, M::BYTES);
+      claim(p.window, M::BYTES);
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
       source += (i64)CTAS * M::BYTES;
     }
+  }
+
+  // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
+  DEV void claim(u32 window, u32 bytes) {
+    const u32 stage = index % STAGES;
+    if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
+    // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
+    if (index >= window) {
+      const u32 q = index - window;
+      barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
+    }
+    barrier_expect(full + 8 * stage, bytes);
   }
 };
 
@@ -836,19 +847,24 @@ struct Consumer {
     if (start + row < position) prefetch_l2(rows + row * HEAD_DIM + column);
   }
 
+  template <int DP>
+  DEV void begin(Tile<DP>& a) {
+    a.maximum[0] = a.maximum[1] = NEG_INF;
+    a.sum[0] = a.sum[1] = 0.f;
+#pragma unroll
+    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
+  }
+
   // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The
   // results go to part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is
   // loaded with K, where registers allow it.
   template <int DP, bool EARLY_V, bool IS_LONG, class Arrive>
   DEV void attend(int layer, int kv_head, int token, int first, int step, int column, const Arrive& arrive) {
     Tile<DP> a;
+    begin(a);
     const int position = s.position[token], count = position / POSITIONS + 1;
     const i64* table = p.page_table + s.slot[token] * p.table_width;
     int page = s.first_page[warp];
-    a.maximum[0] = a.maximum[1] = NEG_INF;
-    a.sum[0] = a.sum[1] = 0.f;
-#pragma unroll
-    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
     // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the
     // time.
     load_k(a, page_rows(p.k_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position);
@@ -877,6 +893,12 @@ struct Consumer {
         load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
       if (IS_LONG) prefetch_tile(layer, next_page, kv_head, next + step * POSITIONS, position, column);
     }
+    put(a);
+  }
+
+  // A warp's results, see `attend`.
+  template <int DP>
+  DEV void put(Tile<DP>& a) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -960,12 +982,6 @@ struct Consumer {
   }
 };
 
-#if EXPERTS  // see experts.cu
-DEV void mix_experts(Consumer& c, int layer);
-DEV void produce_with_experts(const Params& p, u32 ring, u32 full, u32 empty, Shared& s);
-DEV void prefetch_router(const Params& p, int layer);
-#endif
-
 // ---------------------------------------------------------------- the step
 
 constexpr int DIRECT_PARTS =
@@ -982,6 +998,7 @@ static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOAT
 // needed, which costs less than registers.
 struct Pair {
   int split, head, token, position;
+  int first;  // of its blocks
   bool exists, is_direct;
 
   DEV Pair(const Shared& s, int direct_limit) {
@@ -989,6 +1006,7 @@ struct Pair {
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
     const int pair = cta / SPLITS;
     split = cta % SPLITS;
+    first = cta - split;
     head = pair % KV_HEADS;
     token = pair / KV_HEADS;
     exists = token < TOKENS;
@@ -997,6 +1015,11 @@ struct Pair {
   }
   DEV int first_tile(int warp) const { return is_direct ? warp : warp / HALVES * SPLITS + split; }
 };
+
+#include "kv_stream.cu"
+#if EXPERTS
+#include "experts.cu"
+#endif
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
@@ -1029,13 +1052,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       produce_with_experts(p, shared_address(memory), full, empty, s);
     }
 #else
-    } else if (tid == CONSUMERS) {
+    } else if (KV_STREAM || tid == CONSUMERS) {
       u64 policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
+      producer.stream<Qkv>();
+      // What this loads is waited for while copies are in flight.
+      const KvSource pages(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
-        producer.stream<Qkv>();
+        if (layer > 0) producer.stream<Qkv>();
+        if (pages.chunks > 0) pages.stream(producer, layer);
         producer.stream<Out>();
         producer.stream<Up>();
         producer.stream<Down>();
@@ -1155,9 +1182,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
-                                                 (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
-                                                 half * SPLIT_DP, arrive);
+        int total = 0;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) total += s.position[i];
+        if (const int chunks = kv_chunks(p, split, position, total); chunks > 0) {
+          attend_streamed(c, pair_token, split, chunks, arrive);
+          c.base += chunks;
+        } else
+          c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
+                                                   (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
+                                                   half * SPLIT_DP, arrive);
         consumers_sync();
         for (int i = c.t; i < PAIR_OUTPUTS; i += CONSUMERS) {
           const int head = i / HEAD_DIM, d = i % HEAD_DIM, w0 = d / SPLIT_DP;
@@ -1175,24 +1209,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             }
           }
           const int to = i / SPLIT_OUTPUTS;
-          store_pair(
-              p.exchange + X_PART +
-                  2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
-              __float_as_uint(value), c.epoch);
+          store_pair(p.exchange + X_PART +
+                         2 * (((pair.first + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
+                     __float_as_uint(value), c.epoch);
           if (d < 2)
-            store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d),
+            store_pair(p.exchange + X_ML + 2 * (((pair.first + split) * GROUP + head) * 2 + d),
                        __float_as_uint(d ? sum : highest), c.epoch);
         }
         consumers_sync();  // part is written again below
         for (int i = c.t; i < SPLITS * SPLIT_OUTPUTS + 2 * SPLITS * GROUP; i += CONSUMERS) {
           if (i < SPLITS * SPLIT_OUTPUTS)
             part[i] = __uint_as_float(poll_pair(
-                p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i),
-                c.epoch));
+                p.exchange + X_PART + 2 * ((pair.first + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
           else {
             const int j = i - SPLITS * SPLIT_OUTPUTS;
-            s.combine_ml[j] = __uint_as_float(
-                poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
+            s.combine_ml[j] =
+                __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (pair.first * GROUP * 2 + j), c.epoch));
           }
         }
         consumers_sync();
