@@ -3,9 +3,8 @@
     q, k, v = sum over s of parts[s] + b;  q, k = rope(norm(q), norm(k));  k, v -> their cells
 
 parts [S, B, (Hq + 2 Hkv) * D] FP32 or of the cache's type, columns q, k, v, heads in order; bias [columns].
-See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type (and, in FP8,
-then to codes). Moves S + 1 times B
-tokens' heads: some megabytes in the L2 cache.
+See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type; FP8 caches get codes of
+that (`fp8_cache`). Moves S + 1 times B tokens' heads: some megabytes in the L2 cache.
 
 It stands before the attention of hopper_decode, which reads keys and values meanwhile; `rope_and_attend` does
 the same work inside of attention.
@@ -192,7 +191,7 @@ def rope_from_parts(
     zeros: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """parts [S, B, (Hq + 2 Hkv) * D] -> q [B, Hq, D] of the cache's type; writes k and v, where it is in FP8 quantised.
+    """parts [S, B, (Hq + 2 Hkv) * D] -> q [B, Hq, D] of the cache's type; writes k and v.
 
     cos_sin [max_len, R] FP32; context_lens [B], position + 1; cells [B] int64: where k and v go. zeros:
     int32, filled with 0. pdl: see `triton_support`; context_lens and cells must then be complete before the
