@@ -57,10 +57,10 @@ def ragged(count: int) -> list[int]:
 
 
 WORKLOADS = {
-    "64x384": [384] * 64,
-    "64x1100": [1100] * 64,
     "256x800": [800] * 256,
     "256 ragged": ragged(256),
+    "64x1100": [1100] * 64,
+    "64x384": [384] * 64,
     "128 ragged": ragged(128),
     "32x4000": [4000] * 32,
     "512x500": [500] * 512,
@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--cache", choices=CACHES, action="append")
     parser.add_argument("--unchained", action="store_true")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
-    parser.add_argument("--seconds", type=float, default=35, help="begin nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=28, help="begin nothing new after so many")
     arguments = parser.parse_args()
     start = time.monotonic()
     head_dims, caches = arguments.head_dim or [64, 128], arguments.cache or CACHES

@@ -405,6 +405,10 @@ COMPILED = {
 }
 
 
+# Registers that a load of shared memory fills, of those that do not fill four.
+WIDTHS = {"LDS.64": 2, "LDS.U16": 1}
+
+
 def released_early(text: str) -> Iterator[str]:
     """Loads of shared memory under way at an arrival that lets their place be overwritten: an arrival does
     not wait for loads, but whatever names their registers does. The order of the text is enough, as no load
@@ -416,8 +420,9 @@ def released_early(text: str) -> Iterator[str]:
         if "SYNCS.ARRIVE.TRANS64.A1T0" in instruction:
             yield from (f"{load} before {instruction}" for load in waiting)
         waiting = {load: own for load, own in waiting.items() if not own & registers}
-        if load := re.search(r"(?:LDSM\S*\.4|LDS\.128) R(\d+)", instruction):
-            waiting[instruction] = set(range(int(load[1]), int(load[1]) + 4))
+        if load := re.search(r"(?:LDSM\S*\.4|LDS\.(?:128|64|U16)) R(\d+)", instruction):
+            count = next((count for width, count in WIDTHS.items() if width in instruction), 4)
+            waiting[instruction] = set(range(int(load[1]), int(load[1]) + count))
 
 
 def test_a_release_before_a_load_returns_is_found() -> None:
@@ -425,6 +430,9 @@ def test_a_release_before_a_load_returns_is_found() -> None:
     load, product = "/*0010*/ LDSM.16.MT88.4 R4, [R2] ;", "/*0020*/ HMMA.16816.F32.BF16 R12, R4, R16, R12 ;"
     assert not list(released_early(f"{load} {product} {release}"))
     assert len(list(released_early(f"{load} {release} {product}"))) == 1
+    half, use = "/*0010*/ LDS.U16 R4, [R2] ;", "/*0020*/ STS.U16 [R3], R4 ;"
+    assert not list(released_early(f"{half} {use} {release}"))
+    assert len(list(released_early(f"{half} {release} {use}"))) == 1
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
