@@ -3,10 +3,10 @@
     PYTHONPATH=. python3 benchmarks/gpu_decode_attention.py --head-dim 64 --json out.json [--sweep]
 
 The kernel for Hopper beside the Triton kernels, over caches in BF16 and in FP8: 32 query heads on 8 KV heads
-of 64 (Llama-3.2-1B) or of 128 (Llama-3.1-8B), in shuffled pages of 16 tokens. A CUDA graph runs attention of
-several layers, whose keys and values push each other out of the L2 cache; times are per layer. Shares are of
-what one pass over a large buffer with bulk copies reaches (kernels/cuda/read_probe.py), for the context's
-keys and values (in FP8 with their scales) alone.
+of 64 (Llama-3.2-1B) or of 128 (Llama-3.1-8B), in shuffled pages of 16 tokens (--page-size). A CUDA graph
+runs attention of several layers, whose keys and values push each other out of the L2 cache; times are per
+layer. Shares are of what one pass over a large buffer with bulk copies reaches (kernels/cuda/read_probe.py),
+for the context's keys and values (in FP8 with their scales) alone.
 
 attention    queries given, kernels chained by programmatic dependent launch: a layer's first reads may
              overlap the end of the layer before
@@ -42,7 +42,7 @@ from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 
 DEVICE = torch.device("cuda", 0)
-HEADS, KV_HEADS, PAGE_SIZE, SPLITS = 32, 8, 16, 2
+HEADS, KV_HEADS, SPLITS = 32, 8, 2
 GROUP = HEADS // KV_HEADS
 # Of the largest value: queries, weights and results are rounded to BF16 on both sides.
 MAX_DIFFERENCE = 2**-5
@@ -98,13 +98,23 @@ SWEEP = {
 }
 
 
-def shape_of(head_dim: int, cache: str) -> Shape:
-    return Shape(head_dim, GROUP, KV_HEADS, PAGE_SIZE, torch.int64, torch.int64, cache == "fp8")
+@dataclass(frozen=True)
+class Setting:
+    """cache: its type, one of CACHES."""
+
+    head_dim: int
+    cache: str
+    page_size: int
+
+    @property
+    def shape(self) -> Shape:
+        sizes = self.head_dim, GROUP, KV_HEADS, self.page_size
+        return Shape(*sizes, torch.int64, torch.int64, self.cache == "fp8")
 
 
-def compile_variant(head_dim: int, cache: str, variant: Variant) -> None:
+def compile_variant(setting: Setting, variant: Variant) -> None:
     """Into the cache on disk."""
-    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(shape_of(head_dim, cache), variant))
+    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(setting.shape, variant))
 
 
 @dataclass(frozen=True)
@@ -161,15 +171,15 @@ class Problem:
             ]  # fmt: skip
 
 
-def make_problem(lens: list[int], head_dim: int, cache: str) -> Problem:
-    counts = [-(-length // PAGE_SIZE) for length in lens]
+def make_problem(lens: list[int], setting: Setting) -> Problem:
+    head_dim, page_size, is_fp8 = setting.head_dim, setting.page_size, setting.shape.is_fp8
+    counts = [-(-length // page_size) for length in lens]
     pages = (torch.randperm(sum(counts), device=DEVICE) + 1).split(counts)
     table = torch.zeros(len(lens), max(counts), dtype=torch.int64, device=DEVICE)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
-    is_fp8 = cache == "fp8"
     num_bytes = 2 * sum(lens) * KV_HEADS * (head_dim + 2 if is_fp8 else head_dim * 2)
-    shape = (sum(counts) + 1, KV_HEADS, PAGE_SIZE, head_dim)
+    shape = (sum(counts) + 1, KV_HEADS, page_size, head_dim)
 
     def make_cache() -> Cache:
         values = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
@@ -178,12 +188,12 @@ def make_problem(lens: list[int], head_dim: int, cache: str) -> Problem:
     caches = [(make_cache(), make_cache()) for _ in range(max(2, -(-COLD_BYTES // num_bytes)))]
     context_lens = torch.tensor(lens, device=DEVICE)
     newest = context_lens - 1
-    pages_of_newest = table.gather(1, (newest // PAGE_SIZE)[:, None])[:, 0]
+    pages_of_newest = table.gather(1, (newest // page_size)[:, None])[:, 0]
     angles = torch.arange(max(lens), device=DEVICE)[:, None] * torch.rand(head_dim // 2, device=DEVICE)
     return Problem(
         lens=context_lens,
         table=table,
-        cells=pages_of_newest * PAGE_SIZE + newest % PAGE_SIZE,
+        cells=pages_of_newest * page_size + newest % page_size,
         cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
         q=torch.randn(len(lens), HEADS, head_dim, device=DEVICE).bfloat16(),
         parts=torch.randn(SPLITS, len(lens), (HEADS + 2 * KV_HEADS) * head_dim, device=DEVICE),
@@ -202,9 +212,9 @@ def difference(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def measure(
-    report: Report, rate: float, head_dim: int, cache: str, workload: str, is_sweep: bool, has_unchained: bool
+    report: Report, rate: float, setting: Setting, workload: str, is_sweep: bool, has_unchained: bool
 ) -> None:
-    problem = make_problem(WORKLOADS[workload], head_dim, cache)
+    problem = make_problem(WORKLOADS[workload], setting)
     layers = len(problem.caches)
 
     def add(what: str, kernel: str, run: Callable[[], list[Tensor]], wanted: list[Tensor] | None) -> None:
@@ -214,14 +224,14 @@ def measure(
         replays = max(2, round(ROUND_SECONDS / expected_seconds))
         seconds = time_graph(run, rounds=5, replays=replays) / layers
         report.add(
-            head_dim=head_dim, workload=workload, cache=cache, what=what, kernel=kernel, us=seconds * 1e6,
+            **asdict(setting), workload=workload, what=what, kernel=kernel, us=seconds * 1e6,
             tb_per_second=problem.num_bytes / seconds / 1e12, share=problem.num_bytes / seconds / rate,
             apart=apart,
         )  # fmt: skip
 
     expected = problem.attend_triton()
     if is_sweep:
-        for variant in SWEEP[head_dim, cache]:
+        for variant in SWEEP[setting.head_dim, setting.cache]:
             name = " ".join(f"{field} {value}" for field, value in asdict(variant).items())
             add("attention", name, partial(problem.attend_hopper, True, variant), expected)
         return
@@ -256,19 +266,25 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="other variants, on some workloads")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), action="append")
     parser.add_argument("--cache", choices=CACHES, action="append")
+    parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--unchained", action="store_true")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
     parser.add_argument("--seconds", type=float, default=28, help="begin nothing new after so many")
     arguments = parser.parse_args()
     start = time.monotonic()
-    head_dims, caches = arguments.head_dim or [64, 128], arguments.cache or CACHES
+    settings = [
+        Setting(head_dim, cache, arguments.page_size)
+        for head_dim in arguments.head_dim or (64, 128)
+        for cache in arguments.cache or CACHES
+    ]
     torch.manual_seed(0)
     report = Report(arguments.json)
     tasks = [
-        (head_dim, cache, variant)
-        for head_dim in head_dims
-        for cache in caches
-        for variant in (SWEEP[head_dim, cache] if arguments.sweep else [shape_of(head_dim, cache).variant])
+        (setting, variant)
+        for setting in settings
+        for variant in (
+            SWEEP[setting.head_dim, setting.cache] if arguments.sweep else [setting.shape.variant]
+        )
     ]
     with ThreadPoolExecutor(8) as pool:
         compiled = [pool.submit(compile_variant, *task) for task in tasks]
@@ -277,13 +293,14 @@ def main() -> int:
         for future in compiled:
             future.result()
     workloads = arguments.workload or (SWEPT if arguments.sweep else WORKLOADS)
-    for head_dim, workload, cache in itertools.product(head_dims, workloads, caches):
-        name = f"heads of {head_dim}, {workload}, {cache}"
-        if time.monotonic() - start > arguments.seconds:
-            report.failures.append(f"{name}: no time")
-            continue
-        options = arguments.sweep, arguments.unchained
-        report.section(name, partial(measure, report, rate, head_dim, cache, workload, *options))
+    for _, own in itertools.groupby(settings, key=lambda setting: setting.head_dim):
+        for workload, setting in itertools.product(workloads, list(own)):
+            name = f"heads of {setting.head_dim}, {workload}, {setting.cache}"
+            if time.monotonic() - start > arguments.seconds:
+                report.failures.append(f"{name}: no time")
+                continue
+            options = arguments.sweep, arguments.unchained
+            report.section(name, partial(measure, report, rate, setting, workload, *options))
     if not arguments.sweep:
         print_table(report)
     report.write()

@@ -476,8 +476,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 1; i < BLOCKS_OF_16; ++i) largest = max_of_halves(largest, scales[i]);
     largest = max_of_lanes(max((int)(largest & 0xffff), (int)(largest >> 16)));
-    // NaN may have a sign.
     const int last = unit;
+    // NaN may have a sign.
     unit = max(unit, min((int)(largest >> 7), HIGHEST));
     return power_of_2(max(127 + last - unit, 0));
   }
