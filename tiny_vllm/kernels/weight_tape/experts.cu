@@ -232,13 +232,13 @@ DEV void produce_with_experts(const Params& p, u32 ring, u32 full, u32 empty, Sh
   ExpertProducer producer{{p, p.tape, 0, ring, full, empty, evict_first(), cta}, s, lane};
   const u32 epoch = p.epochs[cta];
   if (lane == 0) producer.hold(0);
-  const KvSource pages(p, cta);
+  const KvSource<false> keys(p, cta);
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     const u16 *gate_up = (const u16*)p.experts[layer * 2], *down = (const u16*)p.experts[layer * 2 + 1];
     producer.source = p.tape + layer * LAYER_BYTES + (i64)HELD * CTAS * Qkv::BYTES;
     producer.template stream<Qkv, HELD>();
-    if (pages.chunks > 0) pages.stream(producer, layer);
+    if (keys.chunks > 0) keys.stream(producer, s, layer);
     producer.template stream<Out>();
     if (lane == 0 && layer + 1 < LAYERS) producer.hold(layer + 1);
     __syncwarp();

@@ -55,16 +55,18 @@ struct KvSource {
     return start_of(tile) < position ? (int)__ldg(table + start_of(tile) / PAGE_SIZE) : 0;
   }
 
-  DEV void stream(Producer& producer, int layer) const {
+  DEV void stream(Producer& producer, Shared& s, int layer) const {
     const u32 window = min(p.kv_window, MAX_KV_WINDOW);
     const u8* const cache = (const u8*)(VALUES ? p.v_cache : p.k_cache) +
                             ((i64)layer * p.num_pages * KV_HEADS + head) * (PAGE_SIZE * HEAD_DIM * 2);
     // Values wait for keys to get here: earlier, a stage's parity might be that of an earlier use. Behind
     // that they only look at stages that need them to go on.
+    if (!VALUES && lane == 0) s.kv_index = producer.index;
     __syncwarp();
-    if (VALUES)
+    if (VALUES) {
       asm volatile("bar.sync 4, 64;" ::: "memory");
-    else
+      producer.index = s.kv_index;
+    } else
       asm volatile("bar.arrive 4, 64;" ::: "memory");
     int pages = first_page, coming = 0;  // of 32 tiles, and of the 32 behind them
 #pragma unroll 1

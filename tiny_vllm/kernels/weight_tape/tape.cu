@@ -338,6 +338,7 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
   int first_page[16];  // per warp, of its first tile in attention
   u32 key[TOKENS * 2];
   float temperature[TOKENS];
+  u32 kv_index;         // in the ring, of a layer's first chunk of keys and values
   alignas(8) u64 full[ALL_STAGES], empty[ALL_STAGES];
 };
 static_assert(sizeof(Shared) <= SMALL_BYTES, "layout.py counts too little");
@@ -1050,26 +1051,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   if (tid >= CONSUMERS) {
     if (tid >= CONSUMERS + 32) {
       Cleaner cleaner{(u16*)p.exchange, p.epochs[cta], tid & 31, cta};
-#if EXPERTS
+      // Besides, the warp copies values into the ring.
+      Producer copier{p, nullptr, 0, shared_address(memory), full, empty, evict_first(), cta};
+      const KvSource<true> values(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
+#if EXPERTS
         prefetch_router(p, layer);
+#endif
+        if (values.chunks > 0) values.stream(copier, s, layer);
         cleaner.clean();
       }
+#if EXPERTS
     } else {
       produce_with_experts(p, shared_address(memory), full, empty, s);
     }
 #else
-      // Besides, the warp copies values into the ring.
-      Producer place{p, nullptr, 0, shared_address(memory), full, empty, evict_first(), cta};
-      const KvSource<true> values(p, cta);
-#pragma unroll 1
-      for (int layer = 0; layer < LAYERS; layer++) {
-        place.index += Qkv::CHUNKS;
-        if (values.chunks > 0) values.stream(place, layer);
-        place.index += Out::CHUNKS + Up::CHUNKS + Down::CHUNKS;
-        cleaner.clean();
-      }
     } else if (KV_STREAM || tid == CONSUMERS) {
       Producer producer{p, p.tape, 0, shared_address(memory), full, empty, evict_first(), cta};
       producer.stream<Qkv>();
@@ -1078,7 +1075,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
         if (layer > 0) producer.stream<Qkv>();
-        if (keys.chunks > 0) keys.stream(producer, layer);
+        if (keys.chunks > 0) keys.stream(producer, s, layer);
         producer.stream<Out>();
         producer.stream<Up>();
         producer.stream<Down>();
