@@ -24,13 +24,23 @@ DEV void arrive_at(u32 barrier, int rank) {
       "r"(rank)
       : "memory");
 }
-// A box into the shared memory of all blocks of a cluster, at the same address; the barrier there counts it.
-DEV void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 barrier) {
+// A box into the shared memory of several blocks of a cluster (a bit each), at the same address; the barrier
+// there counts it.
+DEV void copy_box_to(u16 blocks, u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
+      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
       : "memory");
+}
+// All of a thread's arrivals before the one are seen behind the other, by all blocks of the cluster.
+DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// A box of a tensor into the L2 cache; nothing waits for it.
+DEV void prefetch_box(const TensorMap& map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y)
+               : "memory");
 }
 
 // A box from shared memory into a tensor; what lies beyond the tensor's end is left out.
@@ -77,4 +87,7 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
         REGISTERS_8(d, 80), REGISTERS_8(d, 88), REGISTERS_8(d, 96), REGISTERS_8(d, 104), REGISTERS_8(d, 112),
         REGISTERS_8(d, 120)
       : "l"(a), "l"(b), "r"(accumulate));
+}
+DEV void store_two_floats(float* place, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
 }
