@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.helpers.cubin import resource_usage
 from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.hopper_product import multiply_emulated
-from tests.helpers.kernel_compiler import meta, missing_tools
+from tests.helpers.kernel_compiler import compiling, decode_chain, meta, missing_tools
 from tests.kernels.cuda.test_hopper_linear import find_loop
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.hopper_linear import decode_launch
@@ -269,3 +269,36 @@ def test_each_product_has_its_switch(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode_launch, name, False)
     split_product(meta(99, 128), meta(2048, 128)), gated_product(meta(99, 128), meta(2048, 128))
     assert asked == [False, True, name == "TAKES_SPLIT_PRODUCT"]
+
+
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_decode_step_takes_it_for_all_products(is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, int, int, bool]] = []
+
+    def multiply(x: Tensor, weight: Tensor, gated: bool, pdl: bool) -> Tensor | None:
+        asked.append((gated, *weight.shape, pdl))
+        if not is_taken:
+            return None
+        return meta(len(x), len(weight) // 2) if gated else meta(3, len(x), len(weight), dtype=torch.float32)
+
+    take_everything(monkeypatch)
+    monkeypatch.setattr(decode_launch, "_multiply", multiply)
+    with compiling() as kernels:
+        decode_chain(100)
+    layer = [
+        (False, 3072, 2048, True),
+        (False, 2048, 2048, True),
+        (True, 16384, 2048, True),
+        (False, 2048, 8192, True),
+    ]
+    # The chain's second kernel, its first norm, is not launched early, but the product behind it is.
+    assert asked == layer * 2
+    names = [kernel.name for kernel in kernels]
+    assert ("_tiled_product_kernel" in names) != is_taken
+    joined = {
+        kernel.constants["SPLITS"]
+        for kernel in kernels
+        if kernel.name in ("_finish_rows_kernel", "_rope_and_attend_kernel")
+    }
+    assert (joined == {3}) == is_taken
