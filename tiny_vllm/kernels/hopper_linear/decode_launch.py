@@ -33,7 +33,7 @@ MIN_ROWS, MAX_ROWS = 65, 256
 MIN_WEIGHT_ROWS = 1024
 TERMS = 64  # of K at a time
 # Blocks at work at a time, by the blocks of a cluster: clusters of four do not fill an H200.
-BLOCKS_AT_A_TIME = {1: 132, 2: 132, 4: 128}
+BLOCKS_AT_A_TIME = {1: 132, 2: 132, 4: 128, 8: 128}
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 MOST_STAGES = 8
 # Products of these widths have their instruction in instructions.cu.
