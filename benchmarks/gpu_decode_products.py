@@ -59,6 +59,7 @@ EPS = 1e-5
 # Of the norm of the answer: BF16 rounds each value, FP32 parts only their sums.
 MAX_ERROR, MAX_ERROR_OF_PARTS = 2**-8, 1e-4
 BEST_ESTIMATES, BEST_CHANGED = 8, 2
+MOST_BLOCKS, MOST_CLUSTERED = 132, 8
 DEVICE = torch.device("cuda", 0)
 
 
@@ -86,8 +87,8 @@ class Case:
             width, terms = self.matrix
             cycles = estimate_cycles(v, self.rows, width, terms, self.gated)
             row["variant"] = (
-                f"{v.rows}x{v.columns} splits={v.splits} cluster={v.row_blocks}x{v.column_blocks} "
-                f"stages={v.stages} ahead={v.ahead}"
+                f"{v.rows}x{v.columns} splits={v.splits} "
+                f"cluster={v.row_blocks}x{v.column_blocks}x{v.split_blocks} stages={v.stages} ahead={v.ahead}"
             )
             row["blocks"] = v.count_blocks(self.rows, width, self.gated)
             row["estimate_kcycles"] = round(cycles / 1000, 1)
@@ -99,25 +100,29 @@ def variants(rows: int, width: int, terms: int, gated: bool) -> list[Variant]:
     """The best by estimate, and the very best with one thing changed each."""
 
     def cycles(variant: Variant) -> float:
-        return estimate_cycles(variant, rows, width, terms, gated)
+        return estimate_cycles(variant, -(-rows // 64) * 64, width, terms, gated)
 
-    best = sorted(candidates(rows, width, terms, gated), key=cycles)[:BEST_ESTIMATES]
-    # Whatever the estimate says of parts, one of each number of them.
-    by_splits = {v.splits: v for v in sorted(candidates(rows, width, terms, gated), key=cycles, reverse=True)}
-    found = dict.fromkeys([*best, *by_splits.values()])
+    ordered = sorted(candidates(rows, width, terms, gated), key=cycles)
+    best = ordered[:BEST_ESTIMATES]
+    # Whatever the estimate says of parts, the best of each number of them that takes one round.
+    by_parts: dict[tuple[int, int], Variant] = {}
+    for v in ordered:
+        if v.count_blocks(rows, width, gated) <= MOST_BLOCKS:
+            by_parts.setdefault((v.splits, v.split_blocks), v)
+    found = dict.fromkeys([*best, *by_parts.values()])
     for v in best[:BEST_CHANGED]:
-        for changes in (
-            *(dict(column_blocks=count) for count in (1, 4)),
+        changes: list[dict[str, int]] = [
+            *(dict(column_blocks=count) for count in (1, 2, 4)),
             *(dict(ahead=steps) for steps in (0, 32)),
-            dict(stages=max(v.stages - 3, 2)),
-        ):
-            changed = replace(v, **changes)
-            half = v.columns // (2 if gated else 1)
-            if changed.rows % (8 * changed.column_blocks) == 0 and half * changed.column_blocks <= width:
-                found[changed] = None
+        ]
+        if v.split_blocks == 1:
+            changes.append(dict(stages=max(v.stages - 3, 2)))
         if v.row_blocks == 2:
-            found[replace(v, row_blocks=1)] = None
-            found[replace(v, row_blocks=1, column_blocks=4)] = None
+            changes += [dict(row_blocks=1), dict(row_blocks=1, column_blocks=4)]
+        for changed in (replace(v, **change) for change in changes):
+            fits = changed.cluster <= MOST_CLUSTERED and changed.rows % (8 * changed.column_blocks) == 0
+            if fits and v.columns // (2 if gated else 1) * changed.column_blocks <= width:
+                found[changed] = None
     return list(found)
 
 
@@ -138,7 +143,7 @@ def compile_case(case: Case) -> str | None:
     """What went wrong; the binary goes to the cache on disk."""
     assert case.variant is not None
     try:
-        compile_product(torch.bfloat16, replace(case.variant, splits=1), case.gated)
+        compile_product(torch.bfloat16, case.variant.kernel, case.gated)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
@@ -174,7 +179,7 @@ class Bench:
         if case.how == "prompts":
             return _prompts
         assert case.variant is not None
-        kernel = load_product(torch.bfloat16, replace(case.variant, splits=1), gated, DEVICE)
+        kernel = load_product(torch.bfloat16, case.variant.kernel, gated, DEVICE)
         return partial(launch_product, kernel, variant=case.variant, gated=gated, pdl=True)
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -291,12 +296,12 @@ def main() -> None:
     report = Report(arguments.json)
     models, products = arguments.models.split(","), arguments.products.split(",")
     cases = list(make_cases(models, [int(rows) for rows in arguments.rows.split(",")], products))
-    kernels = {(replace(c.variant, splits=1), c.gated): c for c in cases if c.variant is not None}
+    kernels = {(c.variant.kernel, c.gated): c for c in cases if c.variant is not None}
     with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) - 1, 1)) as pool:
         problems = dict(zip(kernels, pool.map(compile_case, kernels.values()), strict=True))
     kept = []
     for case in cases:
-        key = None if case.variant is None else (replace(case.variant, splits=1), case.gated)
+        key = None if case.variant is None else (case.variant.kernel, case.gated)
         problem = None if key is None else problems[key]
         if problem is None:
             kept.append(case)

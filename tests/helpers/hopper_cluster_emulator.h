@@ -130,3 +130,8 @@ inline void store_two_floats(float* place, float a, float b) {
   emulated::check((uintptr_t)place % 8 == 0, "an unaligned store");
   place[0] = a, place[1] = b;
 }
+inline void store_floats_at(u32 address, int rank, const float* four) {
+  const auto& first = emulated::threads[rank * emulated::block_threads];
+  emulated::check(!first->done, "a block has ended before a store to it");
+  memcpy(emulated::at(address + (rank - cluster_rank()) * emulated::block_bytes, 16), four, 16);
+}

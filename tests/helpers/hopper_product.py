@@ -6,7 +6,6 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,10 +60,10 @@ def multiply_emulated(
     complete. mistake: a text of decode_product.cu and what to put in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
-    library = emulated_library(x.dtype, replace(variant, splits=1), gated, mistake)
+    library = emulated_library(x.dtype, variant.kernel, gated, mistake)
     rows, width = x.shape[0], weight.shape[0] // (2 if gated else 1)
     # Rows of guards around the result show what is written beyond it.
-    parts = 1 if gated else variant.splits
+    parts = variant.parts
     guarded = torch.full((parts * rows + 2, width), torch.nan, dtype=x.dtype if gated else torch.float32)
     y = guarded[1:-1] if gated else guarded[1:-1].view(parts, rows, width)
     params = make_params(y, x, weight, variant, gated, encode=emulated_map)

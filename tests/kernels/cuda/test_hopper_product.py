@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ RUNS: dict[str, Run] = {
     "shared_both_ways": (BF16, 200, 200, 448, Variant(2, 48, 2, 2, 2, stages=2, ahead=1)),
     "one_row_too_many": (BF16, 65, 112, 640, Variant(2, 48, 3, 1, 2, stages=3)),
     "alone": (FP16, 100, 72, 192, Variant(2, 32, 1, stages=2, ahead=0)),
+    "summed_in_a_cluster": (BF16, 130, 136, 320, Variant(2, 96, 4, 2, 1, 2, stages=2)),
 }
 SLOW_RUNS: dict[str, Run] = {
     "all_rows": (BF16, 256, 136, 256, Variant(2, 96, 2, 2, 1, stages=2)),
@@ -54,6 +54,8 @@ SLOW_RUNS: dict[str, Run] = {
     "three_warpgroups": (BF16, 190, 200, 320, Variant(3, 96, 3, 1, 2, stages=2)),
     "four_warpgroups": (BF16, 256, 128, 192, Variant(4, 128, 1, 1, 1, stages=2)),
     "four_tiles_of_columns": (BF16, 100, 232, 192, Variant(2, 64, 1, 1, 4, stages=2)),
+    "summed_by_four": (FP16, 100, 80, 320, Variant(2, 48, 4, 1, 2, 4, stages=3)),
+    "summed_in_pairs": (BF16, 190, 72, 192, Variant(3, 64, 2, 1, 1, 2, stages=3)),
     "few_rows": (BF16, 33, 64, 192, Variant(1, 48, 2, 1, 2, stages=2)),
     "fewer_steps_than_stages": (BF16, 70, 64, 64, Variant(2, 64, 1, 1, 2)),
 }
@@ -63,6 +65,7 @@ GATED_RUNS: dict[str, Run] = {
 SLOW_GATED_RUNS: dict[str, Run] = {
     "gated_alone": (FP16, 65, 72, 320, Variant(2, 64, 1, 1, 1, stages=2)),
     "gated_in_large_tiles": (BF16, 256, 200, 128, Variant(2, 256, 1, 2, 1, stages=2)),
+    "gated_sums_of_a_cluster": (BF16, 130, 72, 320, Variant(2, 96, 2, 2, 1, 2, stages=3)),
     "gated_by_three": (BF16, 192, 72, 128, Variant(3, 128, 1, 1, 2, stages=2)),
 }
 
@@ -80,7 +83,7 @@ def check(run: Run, *, seeds: range = range(2), mistake: tuple[str, str] | None 
     dtype, rows, width, terms, variant = run
     x, weight = make_case(dtype, rows, width, terms)
     steps = terms // 64
-    bounds = [steps * split // variant.splits * 64 for split in range(variant.splits + 1)]
+    bounds = [steps * part // variant.parts * 64 for part in range(variant.parts + 1)]
     expected = torch.stack([x[:, a:b].double() @ weight[:, a:b].double().T for a, b in pairwise(bounds)])
     results = [multiply_emulated(x, weight, variant, seed=seed, mistake=mistake) for seed in seeds]
     for result in results:
@@ -119,22 +122,31 @@ MISTAKES = {
 }
 SLOW_MISTAKES = {
     "other_columns_are_not_waited_for": (
-        "(other + (other >= work.column_rank)) * ROW_BLOCKS + work.row_rank",
-        "work.column_rank * ROW_BLOCKS + work.row_rank",
+        "rank_of(work.row_rank, column_rank, work.split_rank));\n    }",
+        "rank_of(work.row_rank, work.column_rank, work.split_rank));\n    }",
     ),
     "other_rows_are_not_waited_for": (
-        "work.column_rank * ROW_BLOCKS + lane);",
-        "work.column_rank * ROW_BLOCKS + work.row_rank);",
+        "rank_of(lane, work.column_rank",
+        "rank_of(work.row_rank, work.column_rank",
     ),
     "a_stage_is_read_before_it_comes": ("wait(shared.full(place.stage), place.parity);", ""),
     "a_stage_is_free_under_a_product": ("      products_wait<1>();\n", ""),
     "sums_are_read_before_they_come": ("    products_wait<0>();\n", ""),
-    "barriers_are_used_before_they_are_there": ("    cluster_sync();\n", "    ;\n"),
-    "a_block_ends_too_early": (
-        "warp_sync(), cluster_arrive(), cluster_wait();",
-        "warp_sync(), cluster_arrive();",
+    "barriers_are_used_before_they_are_there": ("  else\n    cluster_sync();\n", ""),
+    "a_block_ends_too_early": ("if (CLUSTER > 1) cluster_sync();", "if (CLUSTER > 1) cluster_arrive();"),
+}
+# Of sums within a cluster.
+SLOW_MISTAKES_OF_SUMS = {
+    "a_ring_is_overwritten": (
+        "    cluster_sync();\n    consumer.send();\n",
+        "    consumer.send();\n    cluster_sync();\n",
+    ),
+    "sums_are_added_before_they_come": (
+        "    cluster_sync();\n    consumer.collect();\n",
+        "    consumer.collect();\n    cluster_sync();\n",
     ),
 }
+NOTICED = r"deadlock|barrier|wait|ended|Tensor-likes"
 
 
 @needs_compiler
@@ -143,8 +155,16 @@ SLOW_MISTAKES = {
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | SLOW_MISTAKES)[name]
-    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
+    with pytest.raises((RuntimeError, AssertionError), match=NOTICED):
         check(RUNS["shared_both_ways"], seeds=range(8), mistake=mistake)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_MISTAKES_OF_SUMS)
+def test_the_emulation_notices_mistakes_of_sums(name: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match=NOTICED):
+        check(RUNS["summed_in_a_cluster"], seeds=range(8), mistake=SLOW_MISTAKES_OF_SUMS[name])
 
 
 # Llama-3.2-1B, Llama-3.1-8B, Qwen3-0.6B: QKV, output, down as N, K; then gate and up.
@@ -156,8 +176,8 @@ SHAPES = [
 GATED_SHAPES = [(8192, 2048), (14336, 4096), (3072, 1024)]
 ALL_ROWS = (65, 96, 128, 129, 192, 200, 256)
 CHOSEN = sorted(
-    {(replace(choose_variant(rows, *shape), splits=1), False) for rows in ALL_ROWS for shape in SHAPES}
-    | {(choose_variant(rows, *shape, True), True) for rows in ALL_ROWS for shape in GATED_SHAPES},
+    {(choose_variant(rows, *shape).kernel, False) for rows in ALL_ROWS for shape in SHAPES}
+    | {(choose_variant(rows, *shape, True).kernel, True) for rows in ALL_ROWS for shape in GATED_SHAPES},
     key=repr,
 )
 EXAMPLES = [
@@ -237,8 +257,8 @@ def take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(decode_launch, "TAKES_SPLIT_PRODUCT", True)
     monkeypatch.setattr(decode_launch, "TAKES_GATED_PRODUCT", True)
-    monkeypatch.setattr(decode_launch, "_has_warned", False)
     decode_launch._loaded.cache_clear()
+    decode_launch._warn.cache_clear()
 
 
 def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

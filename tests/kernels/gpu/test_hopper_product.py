@@ -4,7 +4,6 @@ writes."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -45,13 +44,13 @@ def compiled() -> None:
     if not (torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))):
         pytest.skip("needs a Hopper GPU")
     kernels = {
-        (dtype, replace(choose_variant(rows, *shape, gated), splits=1), gated)
+        (dtype, choose_variant(rows, *shape, gated).kernel, gated)
         for dtype in TYPES
         for rows in ROWS
         for gated, shapes in ((False, SHAPES), (True, GATED_SHAPES))
         for shape in shapes
     }
-    kernels |= {(torch.bfloat16, replace(v.fitted(), splits=1), False) for v in (*VARIANTS, *OTHERS)}
+    kernels |= {(torch.bfloat16, v.fitted().kernel, False) for v in (*VARIANTS, *OTHERS)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda kernel: compile_product(*kernel), kernels))
 
@@ -121,7 +120,7 @@ def test_gated_products_are_those_of_fp32_rounded_once(
 @pytest.mark.parametrize("variant", [*VARIANTS, *OTHERS], ids=repr)
 def test_every_variant(device: torch.device, variant: Variant) -> None:
     variant = variant.fitted()
-    kernel = load_product(torch.bfloat16, replace(variant, splits=1), False, device)
+    kernel = load_product(torch.bfloat16, variant.kernel, False, device)
     for rows in (65, variant.rows * variant.row_blocks):
         x, weight = make_case(rows, 1048, 448, torch.bfloat16, device)
         check(launch_product(kernel, x, weight, variant, gated=False, pdl=False), x, weight)

@@ -32,6 +32,7 @@ MIN_ROWS, MAX_ROWS = 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
 TERMS = 64  # of K at a time
+MOST_BLOCKS = 8  # of a cluster
 # Blocks at work at a time, by the blocks of a cluster: clusters of four do not fill an H200.
 BLOCKS_AT_A_TIME = {1: 132, 2: 132, 4: 128, 8: 128}
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
@@ -46,19 +47,23 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
 # For `estimate_cycles`: what a block costs beside its steps, and bytes of parts per cycle, written and read.
 BLOCK_CYCLES, PART_BYTES_PER_CYCLE = 2000, 1200
+# What sums within a cluster cost: two barriers, and bytes of a tile's sums that a block sends in a cycle.
+EXCHANGE_CYCLES, EXCHANGED_BYTES_PER_CYCLE = 800, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """warpgroups: of 64 rows of x each. columns: rows of W of a tile (gated: half of gate, half of up).
-    splits: parts of K. row_blocks, column_blocks: of a cluster, with other rows of x or of W. stages: of 64
-    terms in shared memory. ahead: steps of W behind these that are brought to the L2 cache early."""
+    splits: of K. row_blocks, column_blocks, split_blocks: of a cluster, with other rows of x, of W, or other
+    terms, whose sums are added there. stages: of 64 terms in shared memory. ahead: steps of W behind these
+    that are brought to the L2 cache early."""
 
     warpgroups: int
     columns: int
     splits: int = 1
     row_blocks: int = 1
     column_blocks: int = 1
+    split_blocks: int = 1
     stages: int = MOST_STAGES
     ahead: int = 8
 
@@ -68,7 +73,17 @@ class Variant:
 
     @property
     def cluster(self) -> int:
-        return self.row_blocks * self.column_blocks
+        return self.row_blocks * self.column_blocks * self.split_blocks
+
+    @property
+    def parts(self) -> int:
+        """Of the result."""
+        return self.splits // self.split_blocks
+
+    @property
+    def kernel(self) -> Variant:
+        """What it shares with variants that differ in the number of parts: one binary."""
+        return replace(self, splits=self.split_blocks)
 
     @property
     def stage_bytes(self) -> int:
@@ -86,7 +101,7 @@ class Variant:
     def count_blocks(self, rows: int, width: int, gated: bool) -> int:
         """Of a product with an x of so many rows and a result of so many columns."""
         row_clusters = ceil_div(rows, self.rows * self.row_blocks)
-        return row_clusters * self.column_clusters(width, gated) * self.splits * self.cluster
+        return row_clusters * self.column_clusters(width, gated) * self.parts * self.cluster
 
     def column_clusters(self, width: int, gated: bool) -> int:
         return ceil_div(width, self.columns // (2 if gated else 1) * self.column_blocks)
@@ -146,9 +161,10 @@ def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: 
         2 * copied,
     )
     rounds = ceil_div(variant.count_blocks(rows, width, gated), BLOCKS_AT_A_TIME[variant.cluster])
-    steps = ceil_div(terms // TERMS, variant.splits)
-    result_bytes = rows * width * 4 * variant.splits
-    return rounds * (steps * step + BLOCK_CYCLES) + result_bytes / PART_BYTES_PER_CYCLE
+    block = ceil_div(terms // TERMS, variant.splits) * step + BLOCK_CYCLES
+    if variant.split_blocks > 1:
+        block += EXCHANGE_CYCLES + tile_rows * columns * 4 / EXCHANGED_BYTES_PER_CYCLE
+    return rounds * block + rows * width * 4 * variant.parts / PART_BYTES_PER_CYCLE
 
 
 def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Variant]:
@@ -160,15 +176,23 @@ def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Varia
             half = columns // 2 if gated else columns
             if columns // 2 > MOST_SUMS[warpgroups] or half % (8 * row_blocks):
                 continue
-            for splits in (1,) if gated else SPLITS:
-                column_blocks = 2 if width > half else 1
-                if splits <= terms // TERMS:
-                    yield Variant(warpgroups, columns, splits, row_blocks, column_blocks).fitted()
+            for splits in SPLITS:
+                for split_blocks in (1, 2, 4):
+                    # Two tiles side by side, unless the cluster is too large then.
+                    column_blocks = 2 if width > half and row_blocks * split_blocks * 2 <= MOST_BLOCKS else 1
+                    variant = Variant(warpgroups, columns, splits, row_blocks, column_blocks, split_blocks)
+                    if splits % split_blocks or splits > terms // TERMS or (gated and variant.parts > 1):
+                        continue
+                    yield variant.fitted()
 
 
-@functools.lru_cache(maxsize=1024)
 def choose_variant(rows: int, width: int, terms: int, gated: bool = False) -> Variant:
-    """For x [rows, terms] and a result of `width` columns."""
+    """For x [rows, terms] and a result of `width` columns; the same for all that take as many tiles."""
+    return _best_variant(ceil_div(rows, 64) * 64, width, terms, gated)
+
+
+@functools.cache
+def _best_variant(rows: int, width: int, terms: int, gated: bool) -> Variant:
     return min(
         candidates(rows, width, terms, gated),
         key=lambda variant: estimate_cycles(variant, rows, width, terms, gated),
@@ -208,6 +232,7 @@ def macros(dtype: torch.dtype, variant: Variant, gated: bool) -> dict[str, int |
         "TILE_COLUMNS": variant.columns,
         "ROW_BLOCKS": variant.row_blocks,
         "COLUMN_BLOCKS": variant.column_blocks,
+        "SPLIT_BLOCKS": variant.split_blocks,
         "CLUSTER": variant.cluster,
         "STAGES": variant.stages,
         "AHEAD": variant.ahead,
@@ -216,36 +241,36 @@ def macros(dtype: torch.dtype, variant: Variant, gated: bool) -> dict[str, int |
 
 
 def compile_product(dtype: torch.dtype, variant: Variant, gated: bool) -> bytes:
-    """The binary for Hopper; `splits` does not matter. Raises CompileError."""
+    """The binary for Hopper, of a `Variant.kernel`. Raises CompileError."""
     defines = macros(dtype, variant, gated)
     return compile_cubin(source(variant), name="decode_product", defines=defines, arch="sm_90a")
 
 
 @functools.cache
 def load_product(dtype: torch.dtype, variant: Variant, gated: bool, device: torch.device) -> CudaFunction:
-    """Raises CudaKernelError; `splits` of variant must be 1, because binaries do not differ by it."""
+    """variant: a `Variant.kernel`. Raises CudaKernelError."""
     cubin = compile_product(dtype, variant, gated)
     return load_function(cubin, "multiply_rows", shared_bytes=variant.shared_bytes, device=device)
 
 
-_has_warned = False
+@functools.cache
+def _warn(problem: str) -> None:
+    """Once, not for each of the kernels that have it."""
+    warnings.warn(
+        "the Hopper kernel for products of decode steps cannot be used on this machine; cuBLAS and Triton take "
+        f"its place ({problem})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache
-def _loaded(dtype: torch.dtype, variant: Variant, gated: bool, device: torch.device) -> CudaFunction | None:
-    """None, the first time after a warning, where the kernel cannot be had."""
-    global _has_warned
+def _loaded(dtype: torch.dtype, kernel: Variant, gated: bool, device: torch.device) -> CudaFunction | None:
+    """None, after a warning, where the kernel cannot be had."""
     try:
-        return load_product(dtype, variant, gated, device)
+        return load_product(dtype, kernel, gated, device)
     except CudaKernelError as error:
-        if not _has_warned:
-            _has_warned = True
-            warnings.warn(
-                "the Hopper kernel for products of decode steps cannot be used on this machine; cuBLAS and "
-                f"Triton take its place ({str(error)[:300]})",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn(str(error)[:300])
         return None
 
 
@@ -266,7 +291,7 @@ def make_params(
     gated: bool,
     encode: Encode = encode_tensor_map,
 ) -> Params:
-    """The kernel's argument. y: [splits, M, N], gated [M, N]. encode: makes a tensor map."""
+    """The kernel's argument. y: [parts, M, N], gated [M, N]. encode: makes a tensor map."""
     width = y.shape[-1]
     params = Params(
         y=y.data_ptr(),
@@ -290,13 +315,13 @@ def make_params(
 def launch_product(
     function: CudaFunction, x: Tensor, weight: Tensor, variant: Variant, *, gated: bool, pdl: bool
 ) -> Tensor:
-    """[splits, M, N] FP32; gated: [M, N] of x's type. function: of `load_product`."""
-    assert variant.splits == 1 or not gated, "parts are sums, nothing else"
+    """[parts, M, N] FP32; gated: [M, N] of x's type. function: of `load_product`."""
+    assert variant.parts == 1 or not gated, "parts are sums, nothing else"
     rows, width = x.shape[0], weight.shape[0] // (2 if gated else 1)
     if gated:
         y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     else:
-        y = torch.empty(variant.splits, rows, width, dtype=torch.float32, device=x.device)
+        y = torch.empty(variant.parts, rows, width, dtype=torch.float32, device=x.device)
     params = make_params(y, x, weight, variant, gated)
     function.launch(variant.count_blocks(rows, width, gated), variant.threads, (params,), pdl=pdl)
     return y
@@ -305,7 +330,7 @@ def launch_product(
 def _multiply(x: Tensor, weight: Tensor, gated: bool, pdl: bool) -> Tensor | None:
     width = weight.shape[0] // (2 if gated else 1)
     variant = choose_variant(x.shape[0], width, x.shape[1], gated)
-    function = _loaded(x.dtype, replace(variant, splits=1), gated, x.device)
+    function = _loaded(x.dtype, variant.kernel, gated, x.device)
     return None if function is None else launch_product(function, x, weight, variant, gated=gated, pdl=pdl)
 
 

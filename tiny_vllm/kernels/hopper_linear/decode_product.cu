@@ -16,9 +16,12 @@
 // to all that need it: a stage is free when the warpgroups of all of these are done with it.
 //
 // Parts are sums in a fixed order, and so is the sum that the next kernel makes of them: results repeat.
+// Blocks with SPLIT_BLOCKS parts of K of the same tile may also be one cluster. Then they sum these
+// themselves, groups of 8 columns by turns, by way of the rings, which are no longer needed: fewer parts are
+// written and read.
 //
 // Macros: HALF (float16 instead of bfloat16), GATED, WARPGROUPS, TILE_COLUMNS, ROW_BLOCKS, COLUMN_BLOCKS,
-// CLUSTER (their product), STAGES, AHEAD, WATCHDOG_NS.
+// SPLIT_BLOCKS, CLUSTER (their product), STAGES, AHEAD, WATCHDOG_NS.
 
 constexpr int ROWS = WARPGROUPS * 64, TERMS = 64, HALVES = GATED ? 2 : 1;
 constexpr int COLUMNS = TILE_COLUMNS;
@@ -28,7 +31,11 @@ constexpr int X_SHARE = ROWS / COLUMN_BLOCKS,
               WEIGHT_SHARE = HALF_COLUMNS / ROW_BLOCKS;  // what a block copies
 constexpr u32 X_BYTES = ROWS * TERMS * 2, STAGE_BYTES = X_BYTES + COLUMNS * TERMS * 2;
 constexpr int SHARERS = ROW_BLOCKS + COLUMN_BLOCKS - 1;  // who copies to a block, itself among them
-static_assert(CLUSTER == ROW_BLOCKS * COLUMN_BLOCKS && CLUSTER <= 8, "blocks of a cluster");
+constexpr int GROUPS = HALF_COLUMNS / 8, OWN_GROUPS = (GROUPS + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS;
+static_assert(CLUSTER == ROW_BLOCKS * COLUMN_BLOCKS * SPLIT_BLOCKS && CLUSTER <= 8, "blocks of a cluster");
+static_assert(SPLIT_BLOCKS == 1 ||
+                  SPLIT_BLOCKS * HALVES * OWN_GROUPS * WARPGROUPS * 128 * 16 <= STAGES * STAGE_BYTES,
+              "sums of a tile where the ring was");
 static_assert(X_SHARE % 8 == 0 && WEIGHT_SHARE % 8 == 0, "shares begin where the permutation does");
 static_assert(COLUMNS % (8 * HALVES) == 0 && COLUMNS <= 256, "columns of a product");
 
@@ -36,7 +43,7 @@ struct alignas(64) Params {
   TensorMap x, weight;  // boxes of 64 columns, X_SHARE and WEIGHT_SHARE rows
   void* y;              // parts or y
   int rows, width;      // M, N
-  int steps, splits;    // K / 64; parts of K
+  int steps, splits;    // K / 64; into so many it is split
   int column_clusters;  // clusters side by side
 };
 
@@ -61,31 +68,36 @@ struct Place {
 
 // What a block has to do: a tile and a part of K, in steps.
 struct Work {
-  int row_rank, column_rank;  // within the cluster
-  int row, column;            // of y
-  int split, begin, count;
+  int row_rank, column_rank, split_rank;  // within the cluster
+  int row, column;                        // of y
+  int part, begin, count;
 
   DEV explicit Work(const Params& p) {
     const int rank = CLUSTER == 1 ? 0 : cluster_rank(), cluster = block_index() / CLUSTER;
-    row_rank = rank % ROW_BLOCKS, column_rank = rank / ROW_BLOCKS;
-    const int others = cluster / p.column_clusters;
+    row_rank = rank % ROW_BLOCKS, column_rank = rank / ROW_BLOCKS % COLUMN_BLOCKS;
+    split_rank = rank / (ROW_BLOCKS * COLUMN_BLOCKS);
+    const int others = cluster / p.column_clusters, parts = p.splits / SPLIT_BLOCKS;
     column = (cluster % p.column_clusters * COLUMN_BLOCKS + column_rank) * HALF_COLUMNS;
-    split = others % p.splits;
-    row = (others / p.splits * ROW_BLOCKS + row_rank) * ROWS;
+    part = others % parts;
+    row = (others / parts * ROW_BLOCKS + row_rank) * ROWS;
+    const int split = part * SPLIT_BLOCKS + split_rank;
     begin = p.steps * split / p.splits;
     count = p.steps * (split + 1) / p.splits - begin;
   }
 };
 
+DEV int rank_of(int row_rank, int column_rank, int split_rank) {
+  return (split_rank * COLUMN_BLOCKS + column_rank) * ROW_BLOCKS + row_rank;
+}
 // The blocks that share a tile's rows of W, those that share its rows of x.
 DEV u16 sharers_of_weight(const Work& work) {
-  return ((1 << ROW_BLOCKS) - 1) << work.column_rank * ROW_BLOCKS;
+  return ((1 << ROW_BLOCKS) - 1) << rank_of(0, work.column_rank, work.split_rank);
 }
 DEV u16 sharers_of_x(const Work& work) {
   int blocks = 0;
 #pragma unroll
-  for (int i = 0; i < COLUMN_BLOCKS; ++i) blocks |= 1 << i * ROW_BLOCKS;
-  return blocks << work.row_rank;
+  for (int i = 0; i < COLUMN_BLOCKS; ++i) blocks |= 1 << rank_of(work.row_rank, i, work.split_rank);
+  return blocks;
 }
 
 struct Producer {
@@ -155,10 +167,10 @@ struct Consumer {
     if (CLUSTER == 1) {
       arrive(shared.empty(stage));
     } else if (lane < ROW_BLOCKS) {
-      arrive_at(shared.empty(stage), work.column_rank * ROW_BLOCKS + lane);
+      arrive_at(shared.empty(stage), rank_of(lane, work.column_rank, work.split_rank));
     } else {
-      const int other = lane - ROW_BLOCKS;
-      arrive_at(shared.empty(stage), (other + (other >= work.column_rank)) * ROW_BLOCKS + work.row_rank);
+      const int other = lane - ROW_BLOCKS, column_rank = other + (other >= work.column_rank);
+      arrive_at(shared.empty(stage), rank_of(work.row_rank, column_rank, work.split_rank));
     }
   }
 
@@ -186,6 +198,42 @@ struct Consumer {
     release(older);
   }
 
+  // A thread's four sums of a group of columns, from one of the blocks.
+  DEV u32 place_of(int split_rank, int half, int group) const {
+    const int index = (split_rank * HALVES + half) * OWN_GROUPS + group / SPLIT_BLOCKS;
+    return shared.base + ((index * WARPGROUPS + warpgroup) * 128 + thread) * 16;
+  }
+
+  // To the blocks that sum them.
+  DEV void send() const {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group)
+        store_floats_at(place_of(work.split_rank, half, group),
+                        rank_of(work.row_rank, work.column_rank, group % SPLIT_BLOCKS),
+                        sums + (half * GROUPS + group) * 4);
+  }
+
+  DEV bool is_own(int group) const { return SPLIT_BLOCKS == 1 || group % SPLIT_BLOCKS == work.split_rank; }
+
+  DEV void collect() {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group) {
+        if (!is_own(group)) continue;
+        float* total = sums + (half * GROUPS + group) * 4;
+#pragma unroll
+        for (int split_rank = 0; split_rank < SPLIT_BLOCKS; ++split_rank) {
+          float four[4];
+          load_shared_floats(four, place_of(split_rank, half, group));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[i] = split_rank == 0 ? four[i] : total[i] + four[i];
+        }
+      }
+  }
+
   // Columns 8 i + 2 c and the next of rows r and r + 8 of a warp's 16, for lane 4 r + c. N is a multiple
   // of 8.
   DEV void store() const {
@@ -194,16 +242,16 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int row = work.row + warpgroup * 64 + thread / 32 * 16 + half * 8 + lane / 4;
       if (row >= p.rows) continue;
-      const i64 place = ((i64)work.split * p.rows + row) * p.width + column;
+      const i64 place = ((i64)work.part * p.rows + row) * p.width + column;
 #pragma unroll
-      for (int i = 0; i < HALF_COLUMNS / 8; ++i) {
-        if (work.column + i * 8 >= p.width) break;
-        const float* two = sums + i * 4 + half * 2;
+      for (int group = 0; group < GROUPS; ++group) {
+        if (work.column + group * 8 >= p.width) break;
+        if (!is_own(group)) continue;
+        const float *two = sums + group * 4 + half * 2, *up = two + GROUPS * 4;
 #if GATED
-        store_word((u16*)p.y + place + i * 8,
-                   gate_two(two[0], two[1], two[COLUMNS / 4], two[COLUMNS / 4 + 1]));
+        store_word((u16*)p.y + place + group * 8, gate_two(two[0], two[1], up[0], up[1]));
 #else
-        store_two_floats((float*)p.y + place + i * 8, two[0], two[1]);
+        store_two_floats((float*)p.y + place + group * 8, two[0], two[1]);
 #endif
       }
     }
@@ -233,11 +281,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_BLOCKS
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {
     if (thread == 0) Producer{p, shared, work}.produce();
-    if (CLUSTER > 1) warp_sync(), cluster_arrive(), cluster_wait();
+    warp_sync();
+    // As often as those that compute.
+    if (CLUSTER > 1) cluster_sync();
+    if (SPLIT_BLOCKS > 1) cluster_sync();
     return;
   }
   Consumer consumer(p, shared, work, warpgroup - 1, thread % 128);
   consumer.multiply();
+  if (SPLIT_BLOCKS > 1) {
+    cluster_sync();
+    consumer.send();
+    cluster_sync();
+    consumer.collect();
+    consumer.store();
+    return;
+  }
   // Other blocks' last arrivals and copies come here: until then this memory must stay.
   if (CLUSTER > 1) cluster_arrive();
   consumer.store();

@@ -91,3 +91,12 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
 DEV void store_two_floats(float* place, float a, float b) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
 }
+// Into the shared memory of a block of the cluster.
+DEV void store_floats_at(u32 address, int rank, const float* four) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
+      "r"(rank), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+      : "memory");
+}
