@@ -17,7 +17,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
@@ -194,9 +194,8 @@ class Bench:
             raise AssertionError(f"wrong: relative error {error:.3g}")
         seconds = time_graph(lambda: [multiply(x, w) for w in weights], rounds=5, replays=4) / len(weights)
         row: dict[str, Any] = dict(us=seconds * 1e6, tbps=weights[0].nbytes / seconds / 1e12, error=error)
-        v = case.variant
-        is_changed = v is not None and v not in variants(case.rows, *case.matrix, False)[:BEST_ESTIMATES]
-        if case.product in WITH_NEXT and not is_changed:
+        is_candidate = case.variant is None or case.variant in candidates(case.rows, *case.matrix, False)
+        if case.product in WITH_NEXT and is_candidate:
             width = case.matrix[0]
             norm, residual = torch.ones(width, device=DEVICE), self.random(case.rows, width)
 
@@ -263,23 +262,29 @@ def measure_all(cases: list[Case], report: Report, deadline: float) -> None:
 
 
 def add_sums(report: Report) -> None:
-    """us of a layer's products: as they are now, by cuBLAS, with the chosen variants, with the best ones."""
+    """us of a layer's products, output and down with the kernels behind them: as they are now, by cuBLAS,
+    with the chosen variants, with the best ones."""
     rows = [row for row in report.rows if "us" in row]
     for model, count in dict.fromkeys((row["model"], row["rows"]) for row in rows):
         sums = dict.fromkeys(("now", "cublas", "chosen", "best"), 0.0)
         names: dict[str, str] = {}
         for product in MODELS[model]:
-            own = [r for r in rows if (r["model"], r["rows"], r["product"]) == (model, count, product)]
-            times = {r["how"]: r["us"] for r in own if r["how"] != "ours"}
+            key = "us_with_next" if product in WITH_NEXT else "us"
+            own = [
+                r
+                for r in rows
+                if (r["model"], r["rows"], r["product"]) == (model, count, product) and key in r
+            ]
+            times = {r["how"]: r[key] for r in own if r["how"] != "ours"}
             ours = [r for r in own if r["how"] == "ours"]
             if "cublas" not in times or not ours:
                 break
-            best = min(ours, key=lambda row: row["us"])
+            best = min(ours, key=lambda row: row[key])
             sums["now"] += times.get("triton", times["cublas"])
             sums["cublas"] += times["cublas"]
-            sums["chosen"] += next((r["us"] for r in ours if r["chosen"]), float("nan"))
-            sums["best"] += best["us"]
-            names[product] = f"{best['variant']}: {best['us']:.1f}"
+            sums["chosen"] += next((r[key] for r in ours if r["chosen"]), float("nan"))
+            sums["best"] += best[key]
+            names[product] = f"{best['variant']}: {best[key]:.1f}"
         else:
             report.add(model=model, rows=count, product="sum", **sums, variants=names)
 
@@ -293,12 +298,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=55, help="of all, from the start of the process on")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds - 2
-    report = Report(arguments.json)
     models, products = arguments.models.split(","), arguments.products.split(",")
     cases = list(make_cases(models, [int(rows) for rows in arguments.rows.split(",")], products))
     kernels = {(c.variant.kernel, c.gated): c for c in cases if c.variant is not None}
-    with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) - 1, 1)) as pool:
+    # Copies of this process, while it has not touched the GPU.
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         problems = dict(zip(kernels, pool.map(compile_case, kernels.values()), strict=True))
+    report = Report(arguments.json)
     kept = []
     for case in cases:
         key = None if case.variant is None else (case.variant.kernel, case.gated)

@@ -257,8 +257,8 @@ def load_product(dtype: torch.dtype, variant: Variant, gated: bool, device: torc
 def _warn(problem: str) -> None:
     """Once, not for each of the kernels that have it."""
     warnings.warn(
-        "the Hopper kernel for products of decode steps cannot be used on this machine; cuBLAS and Triton take "
-        f"its place ({problem})",
+        "the Hopper kernel for products of decode steps cannot be used on this machine; cuBLAS and Triton "
+        f"take its place ({problem})",
         RuntimeWarning,
         stacklevel=2,
     )
