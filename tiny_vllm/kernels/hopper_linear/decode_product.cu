@@ -247,8 +247,9 @@ struct Consumer {
       for (int group = 0; group < GROUPS; ++group) {
         if (work.column + group * 8 >= p.width) break;
         if (!is_own(group)) continue;
-        const float *two = sums + group * 4 + half * 2, *up = two + GROUPS * 4;
+        const float* two = sums + group * 4 + half * 2;
 #if GATED
+        const float* up = two + GROUPS * 4;
         store_word((u16*)p.y + place + group * 8, gate_two(two[0], two[1], up[0], up[1]));
 #else
         store_two_floats((float*)p.y + place + group * 8, two[0], two[1]);
