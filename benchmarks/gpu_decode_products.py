@@ -4,7 +4,7 @@
 
 Shapes of Llama-3.2-1B (`1b`), Llama-3.1-8B (`8b`) or Qwen3-0.6B (`qwen3-0.6b`) in BF16. us of cuBLAS, of
 Triton's tiles, of the kernel for prompts (gate and up) and of variants of hopper_linear/decode_product.cu:
-those that `estimate_cycles` likes best, and changes to the best of them. Each is checked against FP32, and
+those that `estimate_cycles` likes best. Each is checked against FP32, and
 then timed as a chain over weights that push each other out of the cache, with programmatic dependent launch.
 Output and down are also timed with the kernel behind them, which adds the parts. A variant that fails, or
 ends the process's use of the GPU, is reported, and the next one is tried in another process. When --seconds
@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -58,8 +58,7 @@ WITH_NEXT = ("output", "down")  # a kernel follows that adds the parts
 EPS = 1e-5
 # Of the norm of the answer: BF16 rounds each value, FP32 parts only their sums.
 MAX_ERROR, MAX_ERROR_OF_PARTS = 2**-8, 1e-4
-BEST_ESTIMATES, BEST_CHANGED = 8, 2
-MOST_BLOCKS, MOST_CLUSTERED = 132, 8
+BEST_ESTIMATES = 24
 DEVICE = torch.device("cuda", 0)
 
 
@@ -88,7 +87,7 @@ class Case:
             cycles = estimate_cycles(v, self.rows, width, terms, self.gated)
             row["variant"] = (
                 f"{v.rows}x{v.columns} splits={v.splits} "
-                f"cluster={v.row_blocks}x{v.column_blocks}x{v.split_blocks} stages={v.stages} ahead={v.ahead}"
+                f"cluster={v.row_blocks}x{v.column_blocks}x{v.split_blocks} stages={v.stages}"
             )
             row["blocks"] = v.count_blocks(self.rows, width, self.gated)
             row["estimate_kcycles"] = round(cycles / 1000, 1)
@@ -97,33 +96,12 @@ class Case:
 
 
 def variants(rows: int, width: int, terms: int, gated: bool) -> list[Variant]:
-    """The best by estimate, and the very best with one thing changed each."""
+    """The best by estimate."""
 
     def cycles(variant: Variant) -> float:
         return estimate_cycles(variant, -(-rows // 64) * 64, width, terms, gated)
 
-    ordered = sorted(candidates(rows, width, terms, gated), key=cycles)
-    best = ordered[:BEST_ESTIMATES]
-    # Whatever the estimate says of parts, the best of each number of them that takes one round.
-    by_parts: dict[tuple[int, int], Variant] = {}
-    for v in ordered:
-        if v.count_blocks(rows, width, gated) <= MOST_BLOCKS:
-            by_parts.setdefault((v.splits, v.split_blocks), v)
-    found = dict.fromkeys([*best, *by_parts.values()])
-    for v in best[:BEST_CHANGED]:
-        changes: list[dict[str, int]] = [
-            *(dict(column_blocks=count) for count in (1, 2, 4)),
-            *(dict(ahead=steps) for steps in (0, 32)),
-        ]
-        if v.split_blocks == 1:
-            changes.append(dict(stages=max(v.stages - 3, 2)))
-        if v.row_blocks == 2:
-            changes += [dict(row_blocks=1), dict(row_blocks=1, column_blocks=4)]
-        for changed in (replace(v, **change) for change in changes):
-            fits = changed.cluster <= MOST_CLUSTERED and changed.rows % (8 * changed.column_blocks) == 0
-            if fits and v.columns // (2 if gated else 1) * changed.column_blocks <= width:
-                found[changed] = None
-    return list(found)
+    return sorted(candidates(rows, width, terms, gated), key=cycles)[:BEST_ESTIMATES]
 
 
 def make_cases(models: list[str], rows: list[int], products: list[str]) -> Iterator[Case]:
@@ -194,8 +172,7 @@ class Bench:
             raise AssertionError(f"wrong: relative error {error:.3g}")
         seconds = time_graph(lambda: [multiply(x, w) for w in weights], rounds=5, replays=4) / len(weights)
         row: dict[str, Any] = dict(us=seconds * 1e6, tbps=weights[0].nbytes / seconds / 1e12, error=error)
-        is_candidate = case.variant is None or case.variant in candidates(case.rows, *case.matrix, False)
-        if case.product in WITH_NEXT and is_candidate:
+        if case.product in WITH_NEXT:
             width = case.matrix[0]
             norm, residual = torch.ones(width, device=DEVICE), self.random(case.rows, width)
 

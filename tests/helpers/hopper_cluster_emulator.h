@@ -90,7 +90,6 @@ inline void cluster_wait() {
   const int generation = emulated::cluster_generations[emulated::self->index];
   emulated::until([generation] { return emulated::named[15].generation != generation; });
 }
-inline void prefetch_box(const TensorMap&, int, int) {}
 inline void copy_box_to(u16 blocks, u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   emulated::check(blocks >> cluster_rank() & 1 && blocks >> CLUSTER == 0, "blocks that are not there");
   for (int rank = 0; rank < CLUSTER; ++rank) {

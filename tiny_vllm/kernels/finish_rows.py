@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.triton_support import (
     jit,
@@ -120,7 +119,7 @@ def _launch_finish_rows(
     assert parts.shape[1:] == residual.shape and parts.is_contiguous() and residual.is_contiguous()
     y = torch.empty_like(residual)
     normed = None if norm_weight is None else torch.empty_like(residual)
-    kernel = _finish_rows_kernel[(num_rows,)](
+    _finish_rows_kernel[(num_rows,)](
         y,
         normed,
         parts,
@@ -138,9 +137,6 @@ def _launch_finish_rows(
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )
-    if pdl and kernel is not None:
-        # Blocks of the next product fill a multiprocessor's shared memory; they may come while these run.
-        driver.prefer_shared_memory(kernel.function)
     return y, y if normed is None else normed
 
 

@@ -41,9 +41,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # Type, M, N, K, variant; gated ones below.
 Run = tuple[torch.dtype, int, int, int, Variant]
 RUNS: dict[str, Run] = {
-    "shared_both_ways": (BF16, 200, 200, 448, Variant(2, 48, 2, 2, 2, stages=2, ahead=1)),
+    "shared_both_ways": (BF16, 200, 200, 448, Variant(2, 48, 2, 2, 2, stages=2)),
     "one_row_too_many": (BF16, 65, 112, 640, Variant(2, 48, 3, 1, 2, stages=3)),
-    "alone": (FP16, 100, 72, 192, Variant(2, 32, 1, stages=2, ahead=0)),
+    "alone": (FP16, 100, 72, 192, Variant(2, 32, 1, stages=2)),
     "summed_in_a_cluster": (BF16, 130, 136, 320, Variant(2, 96, 4, 2, 1, 2, stages=2)),
 }
 SLOW_RUNS: dict[str, Run] = {

@@ -32,9 +32,10 @@ MIN_ROWS, MAX_ROWS = 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
 TERMS = 64  # of K at a time
-MOST_BLOCKS = 8  # of a cluster
-# Blocks at work at a time, by the blocks of a cluster: clusters of four do not fill an H200.
-BLOCKS_AT_A_TIME = {1: 132, 2: 132, 4: 128, 8: 128}
+# Blocks of a cluster that share rows of W, rows of x, a tile. Clusters of four do not fill an H200: 128
+# blocks then take two rounds.
+CLUSTERS = (1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)
+BLOCKS_AT_A_TIME = 132
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 MOST_STAGES = 8
 # Products of these widths have their instruction in instructions.cu.
@@ -55,8 +56,7 @@ EXCHANGE_CYCLES, EXCHANGED_BYTES_PER_CYCLE = 800, 16
 class Variant:
     """warpgroups: of 64 rows of x each. columns: rows of W of a tile (gated: half of gate, half of up).
     splits: of K. row_blocks, column_blocks, split_blocks: of a cluster, with other rows of x, of W, or other
-    terms, whose sums are added there. stages: of 64 terms in shared memory. ahead: steps of W behind these
-    that are brought to the L2 cache early."""
+    terms, whose sums are added there. stages: of 64 terms in shared memory."""
 
     warpgroups: int
     columns: int
@@ -65,7 +65,6 @@ class Variant:
     column_blocks: int = 1
     split_blocks: int = 1
     stages: int = MOST_STAGES
-    ahead: int = 8
 
     @property
     def rows(self) -> int:
@@ -160,7 +159,7 @@ def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: 
         copied + 4 * variant.warpgroups * (64 * 32 + columns * 32) / 128,
         2 * copied,
     )
-    rounds = ceil_div(variant.count_blocks(rows, width, gated), BLOCKS_AT_A_TIME[variant.cluster])
+    rounds = ceil_div(variant.count_blocks(rows, width, gated), BLOCKS_AT_A_TIME)
     block = ceil_div(terms // TERMS, variant.splits) * step + BLOCK_CYCLES
     if variant.split_blocks > 1:
         block += EXCHANGE_CYCLES + tile_rows * columns * 4 / EXCHANGED_BYTES_PER_CYCLE
@@ -168,19 +167,18 @@ def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: 
 
 
 def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Variant]:
-    """The least rows of tiles of one size that hold all rows, or two of half as many, in a cluster."""
+    """Tiles that hold all rows, or two of half as many."""
     groups = ceil_div(rows, 64)
-    shapes = {(groups, 1), (ceil_div(groups, 2), 2)} if groups > 2 else {(groups, 1)}
-    for warpgroups, row_blocks in sorted(shapes):
+    for warpgroups in sorted({groups, ceil_div(groups, 2)}):
         for columns in GATED_WIDTHS if gated else WIDTHS:
             half = columns // 2 if gated else columns
-            if columns // 2 > MOST_SUMS[warpgroups] or half % (8 * row_blocks):
-                continue
             for splits in SPLITS:
-                for split_blocks in (1, 2, 4):
-                    # Two tiles side by side, unless the cluster is too large then.
-                    column_blocks = 2 if width > half and row_blocks * split_blocks * 2 <= MOST_BLOCKS else 1
+                for row_blocks, column_blocks, split_blocks in CLUSTERS:
                     variant = Variant(warpgroups, columns, splits, row_blocks, column_blocks, split_blocks)
+                    if columns // 2 > MOST_SUMS[warpgroups] or half % (8 * row_blocks):
+                        continue
+                    if (row_blocks > 1 and warpgroups == groups) or width <= half * (column_blocks - 1):
+                        continue
                     if splits % split_blocks or splits > terms // TERMS or (gated and variant.parts > 1):
                         continue
                     yield variant.fitted()
@@ -235,7 +233,6 @@ def macros(dtype: torch.dtype, variant: Variant, gated: bool) -> dict[str, int |
         "SPLIT_BLOCKS": variant.split_blocks,
         "CLUSTER": variant.cluster,
         "STAGES": variant.stages,
-        "AHEAD": variant.ahead,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
     }
 

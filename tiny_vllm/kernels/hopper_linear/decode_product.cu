@@ -8,8 +8,8 @@
 // because rows of W, the other operand, may then be any multiple of 8: matrices of 3,072 rows make 32 tiles
 // of 96 and 64 of 48.
 //
-// One thread copies (TMA), 64 terms at a time, into a ring of STAGES. It fills the ring with W, and brings
-// AHEAD steps behind it to the L2 cache, before it waits for the preceding kernel, which writes x.
+// One thread copies (TMA), 64 terms at a time, into a ring of STAGES. It fills the ring with W before it waits
+// for the preceding kernel, which writes x.
 //
 // What limits such tiles is how fast operands come, more than arithmetic. So blocks of a cluster share them:
 // ROW_BLOCKS of them have the same rows of W, COLUMN_BLOCKS the same rows of x. Each copies its share of both
@@ -21,7 +21,7 @@
 // written and read.
 //
 // Macros: HALF (float16 instead of bfloat16), GATED, WARPGROUPS, TILE_COLUMNS, ROW_BLOCKS, COLUMN_BLOCKS,
-// SPLIT_BLOCKS, CLUSTER (their product), STAGES, AHEAD, WATCHDOG_NS.
+// SPLIT_BLOCKS, CLUSTER (their product), STAGES, WATCHDOG_NS.
 
 constexpr int ROWS = WARPGROUPS * 64, TERMS = 64, HALVES = GATED ? 2 : 1;
 constexpr int COLUMNS = TILE_COLUMNS;
@@ -136,9 +136,6 @@ struct Producer {
       arrive_expecting(shared.full(step), STAGE_BYTES);
       copy_weight(step, step);
     }
-    for (int step = first; step < min(work.count, STAGES + AHEAD); ++step)
-#pragma unroll
-      for (int half = 0; half < HALVES; ++half) prefetch_box(p.weight, term(step), weight_row(half));
     wait_for_predecessor();
     for (int step = 0; step < first; ++step) copy_x(step, step);
     Place place;

@@ -37,12 +37,6 @@ DEV void copy_box_to(u16 blocks, u32 target, const TensorMap& map, int x, int y,
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// A box of a tensor into the L2 cache; nothing waits for it.
-DEV void prefetch_box(const TensorMap& map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y)
-               : "memory");
-}
-
 // A box from shared memory into a tensor; what lies beyond the tensor's end is left out.
 DEV void store_box(const TensorMap& map, int x, int y, u32 source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
