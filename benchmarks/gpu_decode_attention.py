@@ -11,8 +11,6 @@ attention    queries given, kernels chained by programmatic dependent launch: a 
              overlap the end of the layer before
 unchained    the same, each kernel after the one before (Hopper only)
 step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
-no hint      without asking for much shared memory where the rotation runs; only the first workload of each
-             head size shows it, as a kernel keeps what it has been given
 
 Outputs of the two are compared before they are timed. --sweep: other variants of the kernel for Hopper.
 """
@@ -32,7 +30,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import COLD_BYTES, Report, time_graph
-from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.hopper_decode import launch as hopper
@@ -210,9 +207,6 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
     add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
     add("step", "triton", partial(problem.step, False), None)
     expected = problem.step(False)
-    # The hint cannot be taken back.
-    with mock.patch.object(driver, "prefer_shared_memory", lambda function: None):
-        add("step", "hopper, no hint", partial(problem.step, True), expected)
     add("step", "hopper", partial(problem.step, True), expected)
 
 

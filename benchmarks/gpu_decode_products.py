@@ -4,11 +4,12 @@
 
 Shapes of Llama-3.2-1B (`1b`), Llama-3.1-8B (`8b`) or Qwen3-0.6B (`qwen3-0.6b`) in BF16. us of cuBLAS, of
 Triton's tiles, of the kernel for prompts (gate and up) and of variants of hopper_linear/decode_product.cu:
-those that `estimate_cycles` likes best. Each is checked against FP32, and
-then timed as a chain over weights that push each other out of the cache, with programmatic dependent launch.
+those that `estimate_cycles` likes best. Each is checked against FP32, and then timed as a chain over weights
+that push each other out of the cache, with programmatic dependent launch.
 Output and down are also timed with the kernel behind them, which adds the parts. A variant that fails, or
 ends the process's use of the GPU, is reported, and the next one is tried in another process. When --seconds
-are over, what is left is not measured. At the end: the sum of a layer's products, now and with the best.
+are over, what is left is not measured. At the end: the sum of a layer's products without the kernel, with the
+chosen variants and with the best.
 """
 
 from __future__ import annotations
@@ -86,10 +87,9 @@ class Case:
             width, terms = self.matrix
             cycles = estimate_cycles(v, self.rows, width, terms, self.gated)
             row["variant"] = (
-                f"{v.rows}x{v.columns} splits={v.splits} "
-                f"cluster={v.row_blocks}x{v.column_blocks}x{v.split_blocks} stages={v.stages}"
+                f"{v.rows}x{v.columns} splits={v.splits} row_blocks={v.row_blocks} stages={v.stages}"
             )
-            row["blocks"] = v.count_blocks(self.rows, width, self.gated)
+            row["blocks"] = v.count_blocks(width, self.gated)
             row["estimate_kcycles"] = round(cycles / 1000, 1)
             row["chosen"] = v == choose_variant(self.rows, width, terms, self.gated)
         return row
@@ -99,7 +99,7 @@ def variants(rows: int, width: int, terms: int, gated: bool) -> list[Variant]:
     """The best by estimate."""
 
     def cycles(variant: Variant) -> float:
-        return estimate_cycles(variant, -(-rows // 64) * 64, width, terms, gated)
+        return estimate_cycles(variant, rows, width, terms, gated)
 
     return sorted(candidates(rows, width, terms, gated), key=cycles)[:BEST_ESTIMATES]
 
@@ -239,11 +239,11 @@ def measure_all(cases: list[Case], report: Report, deadline: float) -> None:
 
 
 def add_sums(report: Report) -> None:
-    """us of a layer's products, output and down with the kernels behind them: as they are now, by cuBLAS,
-    with the chosen variants, with the best ones."""
+    """us of a layer's products, output and down with the kernels behind them: as on other GPUs (by Triton, or
+    by cuBLAS where it has no tiles), by cuBLAS, with the chosen variants, with the best ones."""
     rows = [row for row in report.rows if "us" in row]
     for model, count in dict.fromkeys((row["model"], row["rows"]) for row in rows):
-        sums = dict.fromkeys(("now", "cublas", "chosen", "best"), 0.0)
+        sums = dict.fromkeys(("others", "cublas", "chosen", "best"), 0.0)
         names: dict[str, str] = {}
         for product in MODELS[model]:
             key = "us_with_next" if product in WITH_NEXT else "us"
@@ -257,7 +257,7 @@ def add_sums(report: Report) -> None:
             if "cublas" not in times or not ours:
                 break
             best = min(ours, key=lambda row: row[key])
-            sums["now"] += times.get("triton", times["cublas"])
+            sums["others"] += times.get("triton", times["cublas"])
             sums["cublas"] += times["cublas"]
             sums["chosen"] += next((r[key] for r in ours if r["chosen"]), float("nan"))
             sums["best"] += best[key]

@@ -90,10 +90,8 @@ inline void cluster_wait() {
   const int generation = emulated::cluster_generations[emulated::self->index];
   emulated::until([generation] { return emulated::named[15].generation != generation; });
 }
-inline void copy_box_to(u16 blocks, u32 target, const TensorMap& map, int x, int y, u32 barrier) {
-  emulated::check(blocks >> cluster_rank() & 1 && blocks >> CLUSTER == 0, "blocks that are not there");
+inline void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   for (int rank = 0; rank < CLUSTER; ++rank) {
-    if (!(blocks >> rank & 1)) continue;
     const u32 away = (rank - cluster_rank()) * emulated::block_bytes;
     copy_box(target + away, map, x, y, barrier + away);
   }
@@ -128,9 +126,4 @@ inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b);
 inline void store_two_floats(float* place, float a, float b) {
   emulated::check((uintptr_t)place % 8 == 0, "an unaligned store");
   place[0] = a, place[1] = b;
-}
-inline void store_floats_at(u32 address, int rank, const float* four) {
-  const auto& first = emulated::threads[rank * emulated::block_threads];
-  emulated::check(!first->done, "a block has ended before a store to it");
-  memcpy(emulated::at(address + (rank - cluster_rank()) * emulated::block_bytes, 16), four, 16);
 }

@@ -63,7 +63,7 @@ def multiply_emulated(
     library = emulated_library(x.dtype, variant.kernel, gated, mistake)
     rows, width = x.shape[0], weight.shape[0] // (2 if gated else 1)
     # Rows of guards around the result show what is written beyond it.
-    parts = variant.parts
+    parts = variant.splits
     guarded = torch.full((parts * rows + 2, width), torch.nan, dtype=x.dtype if gated else torch.float32)
     y = guarded[1:-1] if gated else guarded[1:-1].view(parts, rows, width)
     params = make_params(y, x, weight, variant, gated, encode=emulated_map)
@@ -74,7 +74,7 @@ def multiply_emulated(
     kept = x.clone()
     row_bytes = x.shape[1] * x.element_size()
     written = (Written * rows)(*((x[row].data_ptr(), kept[row].data_ptr(), row_bytes) for row in range(rows)))
-    clusters = variant.count_blocks(rows, width, gated) // variant.cluster
+    clusters = variant.count_blocks(width, gated) // variant.row_blocks
     problem = library.run_emulated(
         ctypes.c_void_p(place), clusters, variant.shared_bytes, seed, written, rows
     )

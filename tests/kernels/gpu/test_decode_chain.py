@@ -179,8 +179,6 @@ def test_products_for_hopper_are_as_close_to_the_definition(
         taken.append(tuple(weight.shape))
         return result
 
-    monkeypatch.setattr(decode_launch, "TAKES_SPLIT_PRODUCT", True)
-    monkeypatch.setattr(decode_launch, "TAKES_GATED_PRODUCT", True)
     monkeypatch.setattr(decode_launch, "_multiply", record)
     setup = Setup(torch.bfloat16, device, has_pdl(torch.device("cuda")))
     slots = torch.arange(rows, device=device).clamp_(max=len(CONTEXTS))

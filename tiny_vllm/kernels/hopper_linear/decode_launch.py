@@ -24,17 +24,11 @@ from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_ten
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
-# Whether decode steps use it, for products alone and for gate and up.
-TAKES_SPLIT_PRODUCT = False
-TAKES_GATED_PRODUCT = False
 # Below, Triton's products read weights at nearly the full rate; above, nobody decodes.
 MIN_ROWS, MAX_ROWS = 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
 TERMS = 64  # of K at a time
-# Blocks of a cluster that share rows of W, rows of x, a tile. Clusters of four do not fill an H200: 128
-# blocks then take two rounds.
-CLUSTERS = (1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)
 BLOCKS_AT_A_TIME = 132
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 MOST_STAGES = 8
@@ -46,24 +40,27 @@ GATED_WIDTHS = (64, 96, 128, 192, 256)
 SPLITS = (1, 2, 3, 4, 6, 8)
 # Sums of a thread, by warpgroups: what all threads have of registers leaves room for no more.
 MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
-# For `estimate_cycles`: what a block costs beside its steps, and bytes of parts per cycle, written and read.
-BLOCK_CYCLES, PART_BYTES_PER_CYCLE = 2000, 1200
-# What sums within a cluster cost: two barriers, and bytes of a tile's sums that a block sends in a cycle.
-EXCHANGE_CYCLES, EXCHANGED_BYTES_PER_CYCLE = 800, 16
+# For `estimate_cycles`, per cycle: products of a multiprocessor's tensor cores, bytes of its shared memory
+# and of what it gets from the L2 cache; bytes of W that all get from memory, bytes of parts written and read.
+# The first and the second are the hardware's. The others, the factor by which products take longer, and the
+# cycles of a block beside its steps are fitted to 900 cases of three models on an H200: what is then chosen
+# takes 1.6 % longer than the best on average.
+PRODUCTS_PER_CYCLE, PRODUCTS_TAKE = 2048, 1.2
+SHARED_BYTES_PER_CYCLE, L2_BYTES_PER_CYCLE = 128, 44
+WEIGHT_BYTES_PER_CYCLE, PART_BYTES_PER_CYCLE = 2450, 600
+BLOCK_CYCLES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """warpgroups: of 64 rows of x each. columns: rows of W of a tile (gated: half of gate, half of up).
-    splits: of K. row_blocks, column_blocks, split_blocks: of a cluster, with other rows of x, of W, or other
-    terms, whose sums are added there. stages: of 64 terms in shared memory."""
+    splits: of K. row_blocks: of a cluster, 1 or 2, with other rows of x and the same of W; together they have
+    all rows of x. stages: of 64 terms in shared memory."""
 
     warpgroups: int
     columns: int
     splits: int = 1
     row_blocks: int = 1
-    column_blocks: int = 1
-    split_blocks: int = 1
     stages: int = MOST_STAGES
 
     @property
@@ -71,18 +68,9 @@ class Variant:
         return 64 * self.warpgroups
 
     @property
-    def cluster(self) -> int:
-        return self.row_blocks * self.column_blocks * self.split_blocks
-
-    @property
-    def parts(self) -> int:
-        """Of the result."""
-        return self.splits // self.split_blocks
-
-    @property
     def kernel(self) -> Variant:
         """What it shares with variants that differ in the number of parts: one binary."""
-        return replace(self, splits=self.split_blocks)
+        return replace(self, splits=1)
 
     @property
     def stage_bytes(self) -> int:
@@ -97,13 +85,12 @@ class Variant:
     def threads(self) -> int:
         return (self.warpgroups + 1) * 128
 
-    def count_blocks(self, rows: int, width: int, gated: bool) -> int:
-        """Of a product with an x of so many rows and a result of so many columns."""
-        row_clusters = ceil_div(rows, self.rows * self.row_blocks)
-        return row_clusters * self.column_clusters(width, gated) * self.parts * self.cluster
+    def count_column_tiles(self, width: int, gated: bool) -> int:
+        """Of a result of so many columns."""
+        return ceil_div(width, self.columns // (2 if gated else 1))
 
-    def column_clusters(self, width: int, gated: bool) -> int:
-        return ceil_div(width, self.columns // (2 if gated else 1) * self.column_blocks)
+    def count_blocks(self, width: int, gated: bool) -> int:
+        return self.count_column_tiles(width, gated) * self.splits * self.row_blocks
 
     def fitted(self) -> Variant:
         """With no more stages than fit."""
@@ -120,7 +107,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_char * MAP_BYTES) for name in ("x_map", "weight_map")),
         ("y", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rows", "width", "steps", "splits", "column_clusters")),
+        *((name, ctypes.c_int) for name in ("rows", "width", "steps", "splits", "column_tiles")),
         ("padding", ctypes.c_char * 36),
     )
 
@@ -149,48 +136,40 @@ def obstacle(x: Tensor, weight: Tensor, *, gated: bool = False) -> str | None:
 def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: bool) -> float:
     """What a product may take, to compare variants: not a time.
 
-    A step is bound by the tensor cores (2,048 products a cycle), by shared memory (128 bytes a cycle: what is
-    copied, and what products read of it) or by what a multiprocessor gets from the L2 cache (64 bytes a
-    cycle). Parts are written, and read by the next kernel."""
+    A step is bound by the tensor cores, by shared memory (what is copied, and what products read of it) or by
+    what comes from the L2 cache; all steps together, by the rate at which memory gives W. Parts are written,
+    and read by the next kernel."""
     tile_rows, columns = variant.rows, variant.columns
-    copied = variant.stage_bytes / 128
+    read = TERMS // 16 * variant.warpgroups * (64 + columns) * 32
     step = max(
-        tile_rows * columns * TERMS / 2048,
-        copied + 4 * variant.warpgroups * (64 * 32 + columns * 32) / 128,
-        2 * copied,
+        tile_rows * columns * TERMS / PRODUCTS_PER_CYCLE * PRODUCTS_TAKE,
+        (variant.stage_bytes + read) / SHARED_BYTES_PER_CYCLE,
+        (tile_rows + columns / variant.row_blocks) * TERMS * 2 / L2_BYTES_PER_CYCLE,
     )
-    rounds = ceil_div(variant.count_blocks(rows, width, gated), BLOCKS_AT_A_TIME)
     block = ceil_div(terms // TERMS, variant.splits) * step + BLOCK_CYCLES
-    if variant.split_blocks > 1:
-        block += EXCHANGE_CYCLES + tile_rows * columns * 4 / EXCHANGED_BYTES_PER_CYCLE
-    return rounds * block + rows * width * 4 * variant.parts / PART_BYTES_PER_CYCLE
+    rounds = ceil_div(variant.count_blocks(width, gated), BLOCKS_AT_A_TIME)
+    weight_bytes = width * (2 if gated else 1) * terms * 2
+    part_bytes = ceil_div(rows, 64) * 64 * width * 4 * variant.splits
+    product = max(rounds * block, weight_bytes / WEIGHT_BYTES_PER_CYCLE + BLOCK_CYCLES)
+    return product + part_bytes / PART_BYTES_PER_CYCLE
 
 
 def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Variant]:
-    """Tiles that hold all rows, or two of half as many."""
+    """Tiles that hold all rows, and, of an even number of warpgroups, pairs with half of them each."""
     groups = ceil_div(rows, 64)
-    for warpgroups in sorted({groups, ceil_div(groups, 2)}):
+    for row_blocks in (1, 2) if groups % 2 == 0 else (1,):
+        warpgroups = groups // row_blocks
         for columns in GATED_WIDTHS if gated else WIDTHS:
-            half = columns // 2 if gated else columns
-            for splits in SPLITS:
-                for row_blocks, column_blocks, split_blocks in CLUSTERS:
-                    variant = Variant(warpgroups, columns, splits, row_blocks, column_blocks, split_blocks)
-                    if columns // 2 > MOST_SUMS[warpgroups] or half % (8 * row_blocks):
-                        continue
-                    if (row_blocks > 1 and warpgroups == groups) or width <= half * (column_blocks - 1):
-                        continue
-                    if splits % split_blocks or splits > terms // TERMS or (gated and variant.parts > 1):
-                        continue
-                    yield variant.fitted()
-
-
-def choose_variant(rows: int, width: int, terms: int, gated: bool = False) -> Variant:
-    """For x [rows, terms] and a result of `width` columns; the same for all that take as many tiles."""
-    return _best_variant(ceil_div(rows, 64) * 64, width, terms, gated)
+            if columns // 2 > MOST_SUMS[warpgroups] or columns // (2 if gated else 1) % (8 * row_blocks):
+                continue
+            for splits in (1,) if gated else SPLITS:
+                if splits <= terms // TERMS:
+                    yield Variant(warpgroups, columns, splits, row_blocks).fitted()
 
 
 @functools.cache
-def _best_variant(rows: int, width: int, terms: int, gated: bool) -> Variant:
+def choose_variant(rows: int, width: int, terms: int, gated: bool = False) -> Variant:
+    """For x [rows, terms] and a result of `width` columns; the same for all that need as many warpgroups."""
     return min(
         candidates(rows, width, terms, gated),
         key=lambda variant: estimate_cycles(variant, rows, width, terms, gated),
@@ -228,10 +207,7 @@ def macros(dtype: torch.dtype, variant: Variant, gated: bool) -> dict[str, int |
         "GATED": int(gated),
         "WARPGROUPS": variant.warpgroups,
         "TILE_COLUMNS": variant.columns,
-        "ROW_BLOCKS": variant.row_blocks,
-        "COLUMN_BLOCKS": variant.column_blocks,
-        "SPLIT_BLOCKS": variant.split_blocks,
-        "CLUSTER": variant.cluster,
+        "CLUSTER": variant.row_blocks,
         "STAGES": variant.stages,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
     }
@@ -288,7 +264,7 @@ def make_params(
     gated: bool,
     encode: Encode = encode_tensor_map,
 ) -> Params:
-    """The kernel's argument. y: [parts, M, N], gated [M, N]. encode: makes a tensor map."""
+    """The kernel's argument. y: [splits, M, N], gated [M, N]. encode: makes a tensor map."""
     width = y.shape[-1]
     params = Params(
         y=y.data_ptr(),
@@ -296,10 +272,10 @@ def make_params(
         width=width,
         steps=x.shape[1] // TERMS,
         splits=variant.splits,
-        column_clusters=variant.column_clusters(width, gated),
+        column_tiles=variant.count_column_tiles(width, gated),
     )
     weight_rows = variant.columns // (2 if gated else 1) // variant.row_blocks
-    boxes = (x, variant.rows // variant.column_blocks), (weight, weight_rows)
+    boxes = (x, variant.rows), (weight, weight_rows)
     maps = b"".join(
         _map(encode, matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(0), rows)
         for matrix, rows in boxes
@@ -312,15 +288,16 @@ def make_params(
 def launch_product(
     function: CudaFunction, x: Tensor, weight: Tensor, variant: Variant, *, gated: bool, pdl: bool
 ) -> Tensor:
-    """[parts, M, N] FP32; gated: [M, N] of x's type. function: of `load_product`."""
-    assert variant.parts == 1 or not gated, "parts are sums, nothing else"
+    """[splits, M, N] FP32; gated: [M, N] of x's type. function: of `load_product`."""
+    assert variant.splits == 1 or not gated, "parts are sums, nothing else"
     rows, width = x.shape[0], weight.shape[0] // (2 if gated else 1)
+    assert rows <= variant.rows * variant.row_blocks, "a cluster has all rows"
     if gated:
         y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     else:
-        y = torch.empty(variant.parts, rows, width, dtype=torch.float32, device=x.device)
+        y = torch.empty(variant.splits, rows, width, dtype=torch.float32, device=x.device)
     params = make_params(y, x, weight, variant, gated)
-    function.launch(variant.count_blocks(rows, width, gated), variant.threads, (params,), pdl=pdl)
+    function.launch(variant.count_blocks(width, gated), variant.threads, (params,), pdl=pdl)
     return y
 
 
@@ -333,7 +310,7 @@ def _multiply(x: Tensor, weight: Tensor, gated: bool, pdl: bool) -> Tensor | Non
 
 def split_product(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor | None:
     """x [M, K], weight [N, K] -> [S, M, N] FP32, to be summed over S; None where it is not taken."""
-    if not (TAKES_SPLIT_PRODUCT and is_hopper(x.device)) or obstacle(x, weight) is not None:
+    if not is_hopper(x.device) or obstacle(x, weight) is not None:
         return None
     return _multiply(x, weight, False, pdl)
 
@@ -341,6 +318,6 @@ def split_product(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor | None
 def gated_product(x: Tensor, weight: Tensor, pdl: bool = False) -> Tensor | None:
     """x [M, K], weight [2N, K] (gate rows, then up rows) -> silu(x Wg^T) * (x Wu^T), [M, N]; None where it is
     not taken."""
-    if not (TAKES_GATED_PRODUCT and is_hopper(x.device)) or obstacle(x, weight, gated=True) is not None:
+    if not is_hopper(x.device) or obstacle(x, weight, gated=True) is not None:
         return None
     return _multiply(x, weight, True, pdl)

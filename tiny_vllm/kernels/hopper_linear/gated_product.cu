@@ -92,7 +92,7 @@ DEV void produce(const Params& p, const Shared& shared, int lane) {
       if (lane > 0) continue;
       arrive_expecting(full, STAGE_BYTES);
       copy_box(shared.x(place.stage), p.x, k * TERMS, tile.row, full);
-      copy_box_to((1 << CLUSTER) - 1, weight, p.weight, k * TERMS, tile.column + half * p.width, full);
+      copy_box_to_all(weight, p.weight, k * TERMS, tile.column + half * p.width, full);
     }
 }
 

@@ -24,13 +24,12 @@ DEV void arrive_at(u32 barrier, int rank) {
       "r"(rank)
       : "memory");
 }
-// A box into the shared memory of several blocks of a cluster (a bit each), at the same address; the barrier
-// there counts it.
-DEV void copy_box_to(u16 blocks, u32 target, const TensorMap& map, int x, int y, u32 barrier) {
+// A box into the shared memory of all blocks of a cluster, at the same address; the barrier there counts it.
+DEV void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
       : "memory");
 }
 // All of a thread's arrivals before the one are seen behind the other, by all blocks of the cluster.
@@ -84,13 +83,4 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
 }
 DEV void store_two_floats(float* place, float a, float b) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
-}
-// Into the shared memory of a block of the cluster.
-DEV void store_floats_at(u32 address, int rank, const float* four) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n}" ::"r"(address),
-      "r"(rank), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
-      : "memory");
 }
