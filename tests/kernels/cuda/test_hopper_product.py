@@ -207,6 +207,24 @@ def test_a_choice_holds_all_rows_and_fits_into_a_multiprocessor(rows: int) -> No
 
 
 @pytest.mark.parametrize(
+    ("rows", "shape", "gated", "fastest"),
+    [
+        (96, (3072, 2048), False, Variant(1, 96, 2, 2)),
+        (192, (2048, 2048), False, Variant(3, 48, 3)),
+        (256, (2048, 8192), False, Variant(2, 96, 3, 2)),
+        (128, (4096, 14336), False, Variant(1, 128, 2, 2)),
+        (128, (8192, 2048), True, Variant(2, 128)),
+        (128, (14336, 4096), True, Variant(2, 256)),
+        (256, (8192, 2048), True, Variant(2, 256, 1, 2)),
+    ],
+)
+def test_what_was_fastest_on_an_h200_is_chosen(
+    rows: int, shape: tuple[int, int], gated: bool, fastest: Variant
+) -> None:
+    assert choose_variant(rows, *shape, gated) == fastest.fitted()
+
+
+@pytest.mark.parametrize(
     ("rows", "tiles"),
     [
         (65, {(2, 1), (1, 2)}),
