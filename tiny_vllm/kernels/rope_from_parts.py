@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_scales
 from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
@@ -203,7 +202,7 @@ def rope_from_parts(
     assert parts.is_contiguous()
     q = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
     grid = (num_sequences, ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
-    kernel = _rope_from_parts_kernel[grid](
+    _rope_from_parts_kernel[grid](
         q,
         k_values,
         v_values,
@@ -233,7 +232,4 @@ def rope_from_parts(
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )
-    if pdl and kernel is not None:
-        # Attention's blocks fill a multiprocessor's shared memory; they may come while these blocks run.
-        driver.prefer_shared_memory(kernel.function)
     return q
