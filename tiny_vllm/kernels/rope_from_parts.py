@@ -3,8 +3,8 @@
     q, k, v = sum over s of parts[s] + b;  q, k = rope(norm(q), norm(k));  k, v -> their cells
 
 parts [S, B, (Hq + 2 Hkv) * D] FP32 or of the cache's type, columns q, k, v, heads in order; bias [columns].
-See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type; FP8 caches get codes of
-that (`fp8_cache`). Moves S + 1 times B tokens' heads: some megabytes in the L2 cache.
+See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type; FP8 caches get codes
+of that (`fp8_cache`). Moves S + 1 times B tokens' heads: some megabytes in the L2 cache.
 
 It stands before the attention of hopper_decode, which reads keys and values meanwhile; `rope_and_attend` does
 the same work inside of attention.

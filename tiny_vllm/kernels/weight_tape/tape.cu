@@ -48,7 +48,7 @@ constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
 // Whether a thread that waits for several pieces of a vector asks for all of them again: with fewer tokens a
 // thread has one or two, and the next is there when the first is.
-constexpr bool ASKS_TOGETHER = TOKENS > 4;
+constexpr bool ASKS_TOGETHER = TOKENS > 4 || EXPERTS;
 constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
