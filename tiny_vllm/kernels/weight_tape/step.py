@@ -51,7 +51,7 @@ DIRECT_LIMIT = 512
 # Keys and values of contexts of which a block has at least so many tokens come through the ring, which keeps
 # memory streaming, with so many chunks in flight.
 KV_STREAM_SHARE = 128
-KV_WINDOW = WINDOW
+KV_WINDOW = 6
 # Not of contexts longer than so many times a step's average.
 KV_SKEW = 2
 
