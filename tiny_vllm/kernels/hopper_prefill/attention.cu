@@ -24,7 +24,9 @@
 // weight 0, and values there are overwritten with zeros, because 0 * NaN is NaN.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
-// BLOCK_N, WARPGROUPS, STAGES, PINGPONG, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
+// BLOCK_N, WARPGROUPS, STAGES, PINGPONG, LAZY (0, or how many eighths of a step's weights are made beside the
+// product of the older ones; then the maximum only follows where weights become too large), POLYNOMIAL (how
+// many eighths of the exponents of 2 are made by multiply-adds), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
 // STARTS and LENS are integer types.
 
 constexpr int ROWS = WARPGROUPS * 64;
@@ -39,6 +41,9 @@ constexpr int OWN = TURNS + WARPGROUPS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(BLOCK_N % PAGE_SIZE == 0 && PAGE_SIZE % 8 == 0 && PAGES <= 32, "pages, one a lane");
 static_assert(GROUP <= 64, "rows");
+// A row of a window may not have seen a key yet: it has no maximum to refer to.
+constexpr bool IS_LAZY = LAZY > 0 && !WINDOWED;
+constexpr float HIGHEST_WEIGHT = HALF ? 1 << 14 : 1 << 30;  // of a float16, and of what sums can hold
 
 struct alignas(64) Params {
   TensorMap q, k, v;  // boxes: QUERIES queries of GROUP heads, and pages; of 64 columns
@@ -254,24 +259,72 @@ struct Rows {
   float shrink[2];             // what the last maximum makes of what was summed before
 };
 
+// Scores of keys j that some row may not see become -inf.
+DEV void hide(float (&scores)[BLOCK_N / 2], const Rows& rows, const Params& p, int j, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Keys beyond the context may be NaN: they are replaced, not added to.
+    const int last = rows.position[half] - j * BLOCK_N - lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int key = i * 8 + c;
+        const bool seen = key <= last && (!WINDOWED || key > last - p.window);
+        float& score = scores[i * 4 + half * 2 + c];
+        score = seen ? score : NEG_INF;
+      }
+  }
+}
+
+// 2^(a b + c) on the pipes of multiply-adds. Results beyond 2^-126 .. 2^126 become these. Relative error:
+// 2^-13 for bfloat16, 2^-16 for float16, whose weights are rounded to 2^-9 and 2^-12.
+DEV float exp2_by_polynomial(float a, float b, float c) {
+  // Within 0 .. 1 first, so that an exponent cannot run over.
+  constexpr float WIDTH = 252, LOWEST = -126;
+  const float share = multiply_add_saturated(a, b * (1 / WIDTH), (c - LOWEST) * (1 / WIDTH));
+  // What is added to 1.5 * 2^23 is rounded to an integer, in the low bits of the sum.
+  constexpr float ROUND = 12582912 + LOWEST;
+  const float rounded = multiply_add(share, WIDTH, ROUND);
+  const float rest = multiply_add(share, WIDTH, ROUND - rounded);
+  // The smallest relative error for -0.5 .. 0.5.
+  constexpr float TERMS[2][5] = {{0.999928074f, 0.693260985f, 0.242611122f, 0.0551716691f},
+                                 {0.999999261f, 0.693121815f, 0.240247448f, 0.0559178603f, 0.00957010191f}};
+  float y = TERMS[HALF][3 + HALF];
+#pragma unroll
+  for (int i = 2 + HALF; i >= 0; --i) y = multiply_add(y, rest, TERMS[HALF][i]);
+  return float_of(bits_of(y) + (bits_of(rounded) << 23));
+}
+
+// Scores of keys 8 FIRST .. 8 LAST - 1 become weights, in place, and are added to sums of columns' parity.
+// Masked scores need the special functions, which know -inf.
+template <bool MASKED, int FIRST, int LAST>
+DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, const Params& p,
+                      float (&sums)[2][2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float base = rows.maximum[half] * p.factor;
+    // A window may hide all keys so far from a row; -inf - -inf would be NaN.
+    if (WINDOWED && rows.maximum[half] == NEG_INF) base = 0;
+#pragma unroll
+    for (int i = FIRST; i < LAST; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[i * 4 + half * 2 + c];
+        score = !MASKED && i * POLYNOMIAL % 8 < POLYNOMIAL
+                    ? exp2_by_polynomial(score, p.factor, -base)
+                    : exp2_fast(multiply_add(score, p.factor, -base));
+        sums[half][c] += score;
+      }
+  }
+}
+
 // Scores of keys j become weights, in place. MASKED: some row may not see some key.
 template <bool MASKED>
 DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j, int lane) {
+  if (MASKED) hide(scores, rows, p, j, lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (MASKED) {
-      // Keys beyond the context may be NaN: they are replaced, not added to.
-      const int last = rows.position[half] - j * BLOCK_N - lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int key = i * 8 + c;
-          const bool seen = key <= last && (!WINDOWED || key > last - p.window);
-          float& score = scores[i * 4 + half * 2 + c];
-          score = seen ? score : NEG_INF;
-        }
-    }
     float highest = rows.maximum[half];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i)
@@ -279,21 +332,15 @@ DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j,
     highest = max(highest, exchange(highest, 1));
     highest = max(highest, exchange(highest, 2));
     float base = highest * p.factor;
-    // A window may hide all keys so far from a row; -inf - -inf would be NaN.
     if (WINDOWED && highest == NEG_INF) base = 0;
     rows.shrink[half] = exp2_fast(multiply_add(rows.maximum[half], p.factor, -base));
     rows.maximum[half] = highest;
-    float sums[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; ++i)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& score = scores[i * 4 + half * 2 + c];
-        score = exp2_fast(multiply_add(score, p.factor, -base));
-        sums[c] += score;
-      }
-    rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[0] + sums[1]);
   }
+  float sums[2][2] = {};
+  exponentiate<MASKED, 0, BLOCK_N / 8>(scores, rows, p, sums);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[half][0] + sums[half][1]);
 }
 
 DEV void pack_weights(const float (&scores)[BLOCK_N / 2], u32 (&weights)[BLOCK_N / 16][4]) {
@@ -304,6 +351,31 @@ DEV void pack_weights(const float (&scores)[BLOCK_N / 2], u32 (&weights)[BLOCK_N
 DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= rows.shrink[i / 2 % 2];
+}
+
+// Where 16 bytes of a row begin in shared memory.
+DEV u32 piece_of(u32 row, u32 column) { return row * 128 + (column ^ row % 8 * 16); }
+
+// The scores of a warp's own 16 queries again, without the other warps.
+DEV void multiply_again(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
+  // It is rare: it takes no registers from what is not.
+  const int lane = lane_index_again();
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = 0;
+#pragma unroll 1
+  for (u32 term = 0; term < HEAD_DIM; term += 16) {
+    const u32 span = term / 64, column = term % 64 * 2;
+    const u32 own_keys = keys + span * BLOCK_N * 128 +
+                         piece_of(lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 16);
+    u32 a[4], b[4];
+    load_matrices(a, queries + span * ROWS * 128 + piece_of(lane % 16, column + lane / 16 * 16));
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+      load_matrices(b, own_keys + i * 16 * 128);
+      multiply_warp(scores + i * 8, a, b[0], b[1]);
+      multiply_warp(scores + i * 8 + 4, a, b[2], b[3]);
+    }
+  }
 }
 
 // scores = 64 queries times BLOCK_N keys, HEAD_DIM terms.
@@ -402,6 +474,10 @@ struct Consumer {
     pass_turn();
     products_wait<1>();
     hold(scores);
+    if constexpr (IS_LAZY) {
+      weigh_lazily<MASKED>(QueryPlace(round), k, v, j);
+      return;
+    }
     release(shared.k_empty(k.stage));
     ++done;
     weigh<MASKED>(scores, rows, p, j, lane);
@@ -411,6 +487,34 @@ struct Consumer {
     hold(output), hold(weights), hold(scores);
     release(shared.v_empty(v.stage));
     shrink_output(output, rows);
+    pack_weights(scores, weights);
+  }
+
+  // The rest of a step whose weights refer to the maximum of older keys. Only where that is far too low,
+  // scores are multiplied again and the maximum is looked for. The last weights and their packing are beside
+  // nothing: the product of the older ones is done by then.
+  template <bool MASKED>
+  DEV void weigh_lazily(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
+    constexpr int EARLY = BLOCK_N / 8 * LAZY / 8;
+    if (MASKED) hide(scores, rows, p, j, lane);
+    float sums[2][2] = {};
+    exponentiate<MASKED, 0, EARLY>(scores, rows, p, sums);
+    stay_before(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1], shared.scratch() + thread * 4);
+    products_wait<0>();
+    hold(output), hold(weights), hold(scores);
+    release(shared.v_empty(v.stage));
+    exponentiate<MASKED, EARLY, BLOCK_N / 8>(scores, rows, p, sums);
+    const float totals[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
+    if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
+      multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
+                     shared.keys(k.stage));
+      weigh<MASKED>(scores, rows, p, j, lane);
+      shrink_output(output, rows);
+    } else {
+      rows.total[0] += totals[0], rows.total[1] += totals[1];
+    }
+    release(shared.k_empty(k.stage));
+    ++done;
     pack_weights(scores, weights);
   }
 

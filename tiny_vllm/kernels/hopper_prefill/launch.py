@@ -34,12 +34,16 @@ REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
 @dataclass(frozen=True, slots=True)
 class Variant:
     """block_n: keys at a time, 64 or 128. warpgroups: of 64 rows each. stages: keys and values in shared
-    memory. pingpong: warpgroups take turns at issuing products."""
+    memory. pingpong: warpgroups take turns at issuing products. lazy: 0, or the eighths of a step's weights
+    made before the product of the older ones is waited for; the maximum then follows only where weights become
+    too large (not with windows). polynomial: eighths of the exponents made by multiply-adds."""
 
     block_n: int = 128
     warpgroups: int = 2
     stages: int = 2
     pingpong: bool = True
+    lazy: int = 0
+    polynomial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "WARPGROUPS": variant.warpgroups,
         "STAGES": variant.stages,
         "PINGPONG": int(variant.pingpong),
+        "LAZY": variant.lazy,
+        "POLYNOMIAL": variant.polynomial,
         "PRODUCER_REGISTERS": producer,
         "CONSUMER_REGISTERS": consumer,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
