@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,14 @@ CASES = {
     "a_thousand_sequences": ([(index % 3 + 1, index % 7 + 3) for index in range(1100)], 4, 1, 64, 16),
 }
 EVERYTHING = dict(window=70, sinks=True)
+LAZY = {64: replace(VARIANTS[64], lazy=4, polynomial=1), 128: replace(VARIANTS[128], lazy=4, polynomial=1)}
 RUNS = {
     "llama_1b": ("llama_1b", VARIANTS[64], {}, torch.bfloat16),
     "llama_8b": ("llama_8b", VARIANTS[128], {}, torch.bfloat16),
     "many_sequences": ("many_sequences", VARIANTS[64], dict(sinks=True), torch.bfloat16),
     "window_and_sinks": ("llama_1b", VARIANTS[64], EVERYTHING, torch.bfloat16),
+    "lazy": ("llama_1b", LAZY[64], {}, torch.bfloat16),
+    "polynomials": ("llama_8b", replace(VARIANTS[128], polynomial=8), {}, torch.float16),
 }
 SLOW_RUNS = {
     "half": ("one_group_large_pages", VARIANTS[64], {}, torch.float16),
@@ -65,6 +69,10 @@ SLOW_RUNS = {
     "no_turns": ("llama_1b", Variant(64, 3, 2, False), {}, torch.bfloat16),
     "group_8": ("group_8", VARIANTS[128], dict(window=1), torch.bfloat16),
     "a_thousand_sequences": ("a_thousand_sequences", SMALL_VARIANTS[64], {}, torch.bfloat16),
+    "lazy_heads_of_128": ("llama_8b", LAZY[128], {}, torch.bfloat16),
+    "lazy_sinks": ("group_7", replace(LAZY[64], polynomial=3), dict(sinks=True), torch.float16),
+    "lazy_to_the_end": ("llama_1b", replace(LAZY[64], lazy=8, warpgroups=2), {}, torch.bfloat16),
+    "lazy_but_windows": ("llama_1b", LAZY[64], EVERYTHING, torch.bfloat16),
     "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
 }
 
@@ -134,6 +142,54 @@ def test_chunks_without_tokens_and_rows_of_no_chunk_change_nothing(padding: int)
         assert actual[len(q) :].isnan().all(), "rows of no chunk stay as they are"
 
 
+def check_rising(
+    case: str, variant: Variant, dtype: torch.dtype, mistake: tuple[str, str] | None = None
+) -> None:
+    """Scores rise with the position, by more than an exponent of FP32 holds."""
+    q, k_cache, v_cache, tables, _ = make_case(case, dtype, float("nan"))
+    for column in range(tables[0].shape[1]):
+        k_cache[tables[0][:, column]] *= 1 + column / 2
+    scale = 2.0
+    wide = (part.float() for part in (q, k_cache, v_cache))
+    expected = prefill_attention.prefill_attention_ref(*wide, *tables, scale)
+    actual = attend_emulated(q, k_cache, v_cache, *tables, scale, variant=variant, mistake=mistake)
+    atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=atol)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("case", "variant", "dtype"),
+    [
+        ("llama_1b", LAZY[64], torch.bfloat16),
+        pytest.param("llama_8b", LAZY[128], torch.float16, marks=pytest.mark.slow),
+        pytest.param("llama_1b", VARIANTS[64], torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_maximum_that_lags_behind_is_noticed(case: str, variant: Variant, dtype: torch.dtype) -> None:
+    check_rising(case, variant, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT))", "if (votes(false))"),
+        pytest.param(
+            ("      shrink_output(output, rows);\n      pack", "      pack"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("      pack_weights(scores, weights);\n    } else", "    } else"), marks=pytest.mark.slow
+        ),
+        pytest.param(("(column ^ row % 8 * 16)", "column"), marks=pytest.mark.slow),
+    ],
+    ids=["not_noticed", "older_outputs_stay", "older_weights_stay", "pieces_are_not_permuted"],
+)
+def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_rising("llama_1b", replace(LAZY[64], warpgroups=2), torch.bfloat16, mistake)
+
+
 MISTAKES = {
     "no_fence": ("  fence_shared();\n", ""),
     "keys_are_read_before_they_come": (
@@ -187,6 +243,15 @@ COMPILED = {
     "heads_of_64": (shape(64), VARIANTS[64]),
     "heads_of_128": (shape(128), VARIANTS[128]),
     "variants": (shape(64, is_windowed=True, has_sinks=True, dtype=torch.float16), VARIANTS[64]),
+    "lazy_heads_of_64": (shape(64), replace(VARIANTS[64], lazy=4)),
+    "lazy_heads_of_64_to_the_end": (shape(64), replace(VARIANTS[64], lazy=8)),
+    "lazy_heads_of_64_polynomials": (shape(64), replace(VARIANTS[64], lazy=4, polynomial=2)),
+    "lazy_heads_of_64_half": (shape(64, dtype=torch.float16, has_sinks=True), LAZY[64]),
+    "lazy_few_tokens": (shape(64), replace(LAZY[64], warpgroups=2)),
+    "lazy_windows": (shape(64, is_windowed=True), LAZY[64]),
+    "lazy_heads_of_128": (shape(128), replace(VARIANTS[128], lazy=4)),
+    "lazy_heads_of_128_polynomials": (shape(128), LAZY[128]),
+    "polynomials": (shape(64), replace(VARIANTS[64], polynomial=2)),
 }
 
 
@@ -236,7 +301,10 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", "0"]
     for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
         between = order[first + 1 : second]
-        assert between.count("MUFU.EX2") >= variant.block_n // 2 and "HGMMA" not in between
+        weights = variant.block_n // 2 * (8 - variant.polynomial) // 8
+        if variant.lazy and not own.is_windowed:
+            weights = weights * variant.lazy // 8
+        assert between.count("MUFU.EX2") >= weights and "HGMMA" not in between
 
 
 def test_few_tokens_get_smaller_tiles() -> None:

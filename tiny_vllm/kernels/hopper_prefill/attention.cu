@@ -81,6 +81,7 @@ struct Shared {
   DEV u32 scratch() const { return barrier(2 * FULL); }  // a word per thread of a warpgroup
   // What the queries in a buffer are, a `Tile`; filled and empty with the queries.
   DEV u32 tile(int buffer) const { return scratch() + 128 * 4 + buffer * (u32)sizeof(Tile); }
+  DEV u32 factor() const { return tile(2); }
   static constexpr int FULL = 2 + 2 * STAGES;
 };
 
@@ -299,11 +300,10 @@ DEV float exp2_by_polynomial(float a, float b, float c) {
 // Scores of keys 8 FIRST .. 8 LAST - 1 become weights, in place, and are added to sums of columns' parity.
 // Masked scores need the special functions, which know -inf.
 template <bool MASKED, int FIRST, int LAST>
-DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, const Params& p,
-                      float (&sums)[2][2]) {
+DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, float factor, float (&sums)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float base = rows.maximum[half] * p.factor;
+    float base = rows.maximum[half] * factor;
     // A window may hide all keys so far from a row; -inf - -inf would be NaN.
     if (WINDOWED && rows.maximum[half] == NEG_INF) base = 0;
 #pragma unroll
@@ -312,8 +312,8 @@ DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, const Para
       for (int c = 0; c < 2; ++c) {
         float& score = scores[i * 4 + half * 2 + c];
         score = !MASKED && i * POLYNOMIAL % 8 < POLYNOMIAL
-                    ? exp2_by_polynomial(score, p.factor, -base)
-                    : exp2_fast(multiply_add(score, p.factor, -base));
+                    ? exp2_by_polynomial(score, factor, -base)
+                    : exp2_fast(multiply_add(score, factor, -base));
         sums[half][c] += score;
       }
   }
@@ -337,7 +337,7 @@ DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j,
     rows.maximum[half] = highest;
   }
   float sums[2][2] = {};
-  exponentiate<MASKED, 0, BLOCK_N / 8>(scores, rows, p, sums);
+  exponentiate<MASKED, 0, BLOCK_N / 8>(scores, rows, p.factor, sums);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[half][0] + sums[half][1]);
@@ -498,24 +498,27 @@ struct Consumer {
     constexpr int EARLY = BLOCK_N / 8 * LAZY / 8;
     if (MASKED) hide(scores, rows, p, j, lane);
     float sums[2][2] = {};
-    exponentiate<MASKED, 0, EARLY>(scores, rows, p, sums);
+    exponentiate<MASKED, 0, EARLY>(scores, rows, p.factor, sums);
     stay_before(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1], shared.scratch() + thread * 4);
     products_wait<0>();
     hold(output), hold(weights), hold(scores);
     release(shared.v_empty(v.stage));
-    exponentiate<MASKED, EARLY, BLOCK_N / 8>(scores, rows, p, sums);
+    // Read only here: the assembler would make these weights before the wait, and pack all of them behind it.
+    const float factor = EARLY < BLOCK_N / 8 ? float_of(load_shared(shared.factor())) : 0;
+    exponentiate<MASKED, EARLY, BLOCK_N / 8>(scores, rows, factor, sums);
+    pack_weights(scores, weights);
     const float totals[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
     if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
       multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
                      shared.keys(k.stage));
       weigh<MASKED>(scores, rows, p, j, lane);
       shrink_output(output, rows);
+      pack_weights(scores, weights);
     } else {
       rows.total[0] += totals[0], rows.total[1] += totals[1];
     }
     release(shared.k_empty(k.stage));
     ++done;
-    pack_weights(scores, weights);
   }
 
   DEV void attend(int round, Tile tile) {
@@ -612,6 +615,7 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
       // What is said of a tile's queries is read by the warp of the values, too.
       barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (i < 2));
     }
+    store_shared(shared.factor(), bits_of(p.factor));
     publish_barriers();
   }
   named_sync(0, (WARPGROUPS + 1) * 128);
