@@ -51,6 +51,7 @@ CASES = {
     "a_thousand_sequences": ([(index % 3 + 1, index % 7 + 3) for index in range(1100)], 4, 1, 64, 16),
 }
 EVERYTHING = dict(window=70, sinks=True)
+JOINED = {head_dim: replace(variant, joined=True) for head_dim, variant in VARIANTS.items()}
 LAZY = {64: replace(VARIANTS[64], lazy=4, polynomial=1), 128: replace(VARIANTS[128], lazy=4, polynomial=1)}
 RUNS = {
     "llama_1b": ("llama_1b", VARIANTS[64], {}, torch.bfloat16),
@@ -59,6 +60,7 @@ RUNS = {
     "window_and_sinks": ("llama_1b", VARIANTS[64], EVERYTHING, torch.bfloat16),
     "lazy": ("llama_1b", LAZY[64], {}, torch.bfloat16),
     "polynomials": ("llama_8b", replace(VARIANTS[128], polynomial=8), {}, torch.float16),
+    "joined": ("llama_1b", replace(LAZY[64], joined=True), {}, torch.bfloat16),
 }
 SLOW_RUNS = {
     "half": ("one_group_large_pages", VARIANTS[64], {}, torch.float16),
@@ -73,6 +75,10 @@ SLOW_RUNS = {
     "lazy_sinks": ("group_7", replace(LAZY[64], polynomial=3), dict(sinks=True), torch.float16),
     "lazy_to_the_end": ("llama_1b", replace(LAZY[64], lazy=8, warpgroups=2), {}, torch.bfloat16),
     "lazy_but_windows": ("llama_1b", LAZY[64], EVERYTHING, torch.bfloat16),
+    "joined_heads_of_128": ("llama_8b", JOINED[128], EVERYTHING, torch.float16),
+    "joined_without_turns": ("group_7", replace(JOINED[64], pingpong=False), {}, torch.bfloat16),
+    "joined_many_sequences": ("many_sequences", JOINED[64], dict(sinks=True), torch.bfloat16),
+    "joined_windows": ("llama_8b", JOINED[128], dict(window=400), torch.bfloat16),
     "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
 }
 
@@ -190,6 +196,26 @@ def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, 
         check_rising("llama_1b", replace(LAZY[64], warpgroups=2), torch.bfloat16, mistake)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("    if (end != 0) wait(shared.k_full(k.stage), k.parity);\n", ""),
+        pytest.param(("|| is_masked(tile.begin)", "|| false"), marks=pytest.mark.slow),
+        pytest.param(
+            ("    const KeyPlace k(done);\n    wait(shared.q_full(q.stage), q.parity);\n",
+             "    const KeyPlace k(done);\n"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("products_wait<JOINED>();", "products_wait<2>();"), marks=pytest.mark.slow),
+    ],
+    ids=["early_keys", "no_masks", "early_queries", "early_outputs"],
+)  # fmt: skip
+def test_the_emulation_notices_mistakes_between_joined_tiles(mistake: tuple[str, str]) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
+        check("llama_1b", replace(JOINED[64], warpgroups=2), {}, torch.bfloat16, mistake=mistake)
+
+
 MISTAKES = {
     "no_fence": ("  fence_shared();\n", ""),
     "keys_are_read_before_they_come": (
@@ -252,6 +278,12 @@ COMPILED = {
     "lazy_heads_of_128": (shape(128), replace(VARIANTS[128], lazy=4)),
     "lazy_heads_of_128_polynomials": (shape(128), LAZY[128]),
     "polynomials": (shape(64), replace(VARIANTS[64], polynomial=2)),
+    "joined_heads_of_64": (shape(64), JOINED[64]),
+    "joined_lazy_heads_of_64": (shape(64), replace(LAZY[64], joined=True)),
+    "joined_few_tokens": (shape(64), replace(LAZY[64], joined=True, warpgroups=2)),
+    "joined_variants": (shape(64, is_windowed=True, has_sinks=True), replace(LAZY[64], joined=True)),
+    "joined_heads_of_128": (shape(128), JOINED[128]),
+    "joined_lazy_heads_of_128": (shape(128), replace(LAZY[128], joined=True)),
 }
 
 
@@ -298,7 +330,8 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     # Serialised products would each have a wait of their own.
     order = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", text)
     waits = [index for index, word in enumerate(order) if word.startswith("DEPBAR")]
-    assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", "0"]
+    between_tiles = ["1", "0"] if variant.joined else ["0"]
+    assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", *between_tiles]
     for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
         between = order[first + 1 : second]
         weights = variant.block_n // 2 * (8 - variant.polynomial) // 8

@@ -26,8 +26,9 @@
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
 // BLOCK_N, WARPGROUPS, STAGES, PINGPONG, LAZY (0, or how many eighths of a step's weights are made beside the
 // product of the older ones; then the maximum only follows where weights become too large), POLYNOMIAL (how
-// many eighths of the exponents of 2 are made by multiply-adds), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
-// STARTS and LENS are integer types.
+// many eighths of the exponents of 2 are made by multiply-adds), JOINED (a tile's first product runs beside
+// the last one of the tile before, and masks only where its first keys need them), PRODUCER_REGISTERS,
+// CONSUMER_REGISTERS, WATCHDOG_NS; TABLE, STARTS and LENS are integer types.
 
 constexpr int ROWS = WARPGROUPS * 64;
 constexpr int QUERIES = ROWS / GROUP;  // of a tile
@@ -311,18 +312,16 @@ DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, float fact
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = scores[i * 4 + half * 2 + c];
-        score = !MASKED && i * POLYNOMIAL % 8 < POLYNOMIAL
-                    ? exp2_by_polynomial(score, factor, -base)
-                    : exp2_fast(multiply_add(score, factor, -base));
+        score = !MASKED && i * POLYNOMIAL % 8 < POLYNOMIAL ? exp2_by_polynomial(score, factor, -base)
+                                                           : exp2_fast(multiply_add(score, factor, -base));
         sums[half][c] += score;
       }
   }
 }
 
-// Scores of keys j become weights, in place. MASKED: some row may not see some key.
+// Scores become weights, in place. MASKED: some may be -inf.
 template <bool MASKED>
-DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j, int lane) {
-  if (MASKED) hide(scores, rows, p, j, lane);
+DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float highest = rows.maximum[half];
@@ -365,8 +364,8 @@ DEV void multiply_again(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
 #pragma unroll 1
   for (u32 term = 0; term < HEAD_DIM; term += 16) {
     const u32 span = term / 64, column = term % 64 * 2;
-    const u32 own_keys = keys + span * BLOCK_N * 128 +
-                         piece_of(lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 16);
+    const u32 own_keys =
+        keys + span * BLOCK_N * 128 + piece_of(lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 16);
     u32 a[4], b[4];
     load_matrices(a, queries + span * ROWS * 128 + piece_of(lane % 16, column + lane / 16 * 16));
 #pragma unroll
@@ -480,7 +479,8 @@ struct Consumer {
     }
     release(shared.k_empty(k.stage));
     ++done;
-    weigh<MASKED>(scores, rows, p, j, lane);
+    if (MASKED) hide(scores, rows, p, j, lane);
+    weigh<MASKED>(scores, rows, p);
     // The weights belong beside the product of the older ones, not behind it.
     stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
     products_wait<0>();
@@ -511,7 +511,8 @@ struct Consumer {
     if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
       multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
                      shared.keys(k.stage));
-      weigh<MASKED>(scores, rows, p, j, lane);
+      if (MASKED) hide(scores, rows, p, j, lane);
+      weigh<MASKED>(scores, rows, p);
       shrink_output(output, rows);
       pack_weights(scores, weights);
     } else {
@@ -521,7 +522,26 @@ struct Consumer {
     ++done;
   }
 
-  DEV void attend(int round, Tile tile) {
+  DEV void begin_first(QueryPlace q, KeyPlace k) {
+    hold(scores);
+    products_begin();
+    begin_scores(scores, queries(q), keys(k));
+  }
+
+  // The first scores of the next tile, beside what is left to do for this one. Where there is none they are
+  // of anything. Returns the tile's end.
+  DEV int begin_next(int round) {
+    const QueryPlace q(round);
+    const KeyPlace k(done);
+    wait(shared.q_full(q.stage), q.parity);
+    const int end = load_tile(shared.tile(q.stage)).end;
+    if (end != 0) wait(shared.k_full(k.stage), k.parity);
+    begin_first(q, k);
+    return end;
+  }
+
+  // Returns the next tile's end, if JOINED.
+  DEV int attend(int round, Tile tile) {
     // The first row's and last row's positions of the warpgroup say where masks are needed.
     const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
@@ -542,21 +562,23 @@ struct Consumer {
 
     const QueryPlace q(round);
     const KeyPlace k(done);
-    wait(shared.k_full(k.stage), k.parity);
-    hold(scores);
-    products_begin();
-    begin_scores(scores, queries(q), keys(k));
+    if (!JOINED) {
+      wait(shared.k_full(k.stage), k.parity);
+      begin_first(q, k);
+    }
     products_wait<0>();
     hold(scores);
     release(shared.k_empty(k.stage));
     ++done;
-    weigh<true>(scores, rows, p, tile.begin, lane);
+    const auto is_masked = [&](int j) {
+      return (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
+    };
+    if (!JOINED || is_masked(tile.begin)) hide(scores, rows, p, tile.begin, lane);
+    weigh<true>(scores, rows, p);
     pack_weights(scores, weights);
 
     for (int j = tile.begin + 1; j < tile.end; ++j) {
-      const bool is_masked =
-          (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
-      if (is_masked)
+      if (is_masked(j))
         step<true>(round, j);
       else
         step<false>(round, j);
@@ -571,7 +593,9 @@ struct Consumer {
     hold(output), hold(weights);
     products_begin();
     begin_output(output, weights, values(v));
-    products_wait<0>();
+    int end = 0;
+    if (JOINED) end = begin_next(round + 1);
+    products_wait<JOINED>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));
 
@@ -587,16 +611,25 @@ struct Consumer {
                 own < QUERIES * GROUP && query < tile.query_end);
     }
     release(shared.q_empty(q.stage));
+    return end;
   }
 
   DEV void consume() {
     if (warpgroup == WARPGROUPS - 1) pass_turn();
-    for (int round = 0;; ++round) {
-      const QueryPlace q(round);
-      wait(shared.q_full(q.stage), q.parity);
-      const Tile tile = load_tile(shared.tile(q.stage));
-      if (tile.end == 0) break;
-      attend(round, tile);
+    if constexpr (JOINED) {
+      int round = 0;
+      for (int end = begin_next(0); end != 0; ++round)
+        end = attend(round, load_tile(shared.tile(QueryPlace(round).stage)));
+      products_wait<0>();
+      hold(scores);
+    } else {
+      for (int round = 0;; ++round) {
+        const QueryPlace q(round);
+        wait(shared.q_full(q.stage), q.parity);
+        const Tile tile = load_tile(shared.tile(q.stage));
+        if (tile.end == 0) break;
+        attend(round, tile);
+      }
     }
     // The last token.
     if (warpgroup == 0) take_turn();

@@ -35,8 +35,9 @@ REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
 class Variant:
     """block_n: keys at a time, 64 or 128. warpgroups: of 64 rows each. stages: keys and values in shared
     memory. pingpong: warpgroups take turns at issuing products. lazy: 0, or the eighths of a step's weights
-    made before the product of the older ones is waited for; the maximum then follows only where weights become
-    too large (not with windows). polynomial: eighths of the exponents made by multiply-adds."""
+    that are made before the product of the older ones is waited for; the maximum then follows only where
+    weights become too large (not with windows). polynomial: eighths of the exponents made by multiply-adds.
+    joined: a tile's first product runs beside the last one of the tile before."""
 
     block_n: int = 128
     warpgroups: int = 2
@@ -44,6 +45,7 @@ class Variant:
     pingpong: bool = True
     lazy: int = 0
     polynomial: int = 0
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "PINGPONG": int(variant.pingpong),
         "LAZY": variant.lazy,
         "POLYNOMIAL": variant.polynomial,
+        "JOINED": int(variant.joined),
         "PRODUCER_REGISTERS": producer,
         "CONSUMER_REGISTERS": consumer,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
@@ -155,7 +158,7 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, two tiles, the factor."""
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, tiles, the factor."""
     queries = 2 * variant.warpgroups * 64 * head_dim * 2
     keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
     return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28 + 4
