@@ -158,7 +158,7 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, tiles, the factor."""
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, tiles, a factor."""
     queries = 2 * variant.warpgroups * 64 * head_dim * 2
     keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
     return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28 + 4
