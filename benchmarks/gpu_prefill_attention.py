@@ -102,6 +102,9 @@ COMPARED[64] += [
     Variant(128, 2, 4, joined=True, lazy=4),
     Variant(128, 2, 4, joined=True, lazy=4, polynomial=2),
     Variant(64, 3, 4, joined=True, lazy=4),
+    Variant(64, 4, 4, joined=True, lazy=4),
+    Variant(64, 4, 4, joined=True, lazy=4, polynomial=1),
+    Variant(64, 4, 4, pingpong=False, joined=True, lazy=4),
 ]
 # (rows, keys, warps, stages)
 TRITON_TILES: dict[int, list[tuple[int, ...]]] = {

@@ -78,6 +78,8 @@ SLOW_RUNS = {
     "joined_heads_of_128": ("llama_8b", JOINED[128], EVERYTHING, torch.float16),
     "joined_without_turns": ("group_7", replace(JOINED[64], pingpong=False), {}, torch.bfloat16),
     "joined_many_sequences": ("many_sequences", JOINED[64], dict(sinks=True), torch.bfloat16),
+    "joined_four_warpgroups": ("llama_1b", Variant(64, 4, 4, joined=True, lazy=4), {}, torch.bfloat16),
+    "joined_group_1": ("one_group_large_pages", replace(LAZY[64], joined=True), {}, torch.bfloat16),
     "joined_windows": ("llama_8b", JOINED[128], dict(window=400), torch.bfloat16),
     "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
 }
@@ -208,8 +210,10 @@ def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, 
             marks=pytest.mark.slow,
         ),
         pytest.param(("products_wait<JOINED>();", "products_wait<2>();"), marks=pytest.mark.slow),
+        pytest.param(("j < tile.end; ++j) pass_over();", "false;) pass_over();"), marks=pytest.mark.slow),
+        pytest.param(("JOINED ? last_position", "JOINED ? first_position"), marks=pytest.mark.slow),
     ],
-    ids=["early_keys", "no_masks", "early_queries", "early_outputs"],
+    ids=["early_keys", "no_masks", "early_queries", "early_outputs", "stages_stay", "an_early_end"],
 )  # fmt: skip
 def test_the_emulation_notices_mistakes_between_joined_tiles(mistake: tuple[str, str]) -> None:
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
@@ -280,6 +284,8 @@ COMPILED = {
     "polynomials": (shape(64), replace(VARIANTS[64], polynomial=2)),
     "joined_heads_of_64": (shape(64), JOINED[64]),
     "joined_lazy_heads_of_64": (shape(64), replace(LAZY[64], joined=True)),
+    "joined_four_warpgroups": (shape(64), Variant(64, 4, 4, joined=True, lazy=4)),
+    "joined_polynomials": (shape(64), replace(LAZY[64], joined=True, polynomial=2)),
     "joined_few_tokens": (shape(64), replace(LAZY[64], joined=True, warpgroups=2)),
     "joined_variants": (shape(64, is_windowed=True, has_sinks=True), replace(LAZY[64], joined=True)),
     "joined_heads_of_128": (shape(128), JOINED[128]),

@@ -51,7 +51,10 @@ CHUNKS = {
     "prefix_hits": [(length, 1024 + length) for length in (1, 31, 32, 33, 100, 128)],
 }
 OTHER_VARIANTS = {
-    64: [Variant(128, 3, 2, False), Variant(128, 2, 4), Variant(64, 3, 4)],
+    64: [
+        *(Variant(128, 3, 2, False), Variant(128, 2, 4), Variant(64, 3, 4), Variant(64, 4, 4)),
+        *(Variant(64, 4, 4, joined=True, lazy=4, polynomial=1), Variant(64, 3, 4, joined=True, lazy=4)),
+    ],
     128: [Variant(128, 2, 2, False), Variant(64, 2, 4), Variant(128, 1, 2)],
 }
 # What can be changed in any variant.

@@ -27,8 +27,9 @@
 // BLOCK_N, WARPGROUPS, STAGES, PINGPONG, LAZY (0, or how many eighths of a step's weights are made beside the
 // product of the older ones; then the maximum only follows where weights become too large), POLYNOMIAL (how
 // many eighths of the exponents of 2 are made by multiply-adds), JOINED (a tile's first product runs beside
-// the last one of the tile before, and masks only where its first keys need them), PRODUCER_REGISTERS,
-// CONSUMER_REGISTERS, WATCHDOG_NS; TABLE, STARTS and LENS are integer types.
+// the last one of the tile before, masks only where its first keys need them, and no products with keys that
+// are behind all of a warpgroup's queries), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
+// STARTS and LENS are integer types.
 
 constexpr int ROWS = WARPGROUPS * 64;
 constexpr int QUERIES = ROWS / GROUP;  // of a tile
@@ -262,11 +263,11 @@ struct Rows {
 };
 
 // Scores of keys j that some row may not see become -inf.
-DEV void hide(float (&scores)[BLOCK_N / 2], const Rows& rows, const Params& p, int j, int lane) {
+DEV void hide(float (&scores)[BLOCK_N / 2], const int (&positions)[2], const Params& p, int j, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Keys beyond the context may be NaN: they are replaced, not added to.
-    const int last = rows.position[half] - j * BLOCK_N - lane % 4 * 2;
+    const int last = positions[half] - j * BLOCK_N - lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i)
 #pragma unroll
@@ -479,7 +480,7 @@ struct Consumer {
     }
     release(shared.k_empty(k.stage));
     ++done;
-    if (MASKED) hide(scores, rows, p, j, lane);
+    if (MASKED) hide_unseen(QueryPlace(round), j);
     weigh<MASKED>(scores, rows, p);
     // The weights belong beside the product of the older ones, not behind it.
     stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
@@ -496,7 +497,7 @@ struct Consumer {
   template <bool MASKED>
   DEV void weigh_lazily(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
     constexpr int EARLY = BLOCK_N / 8 * LAZY / 8;
-    if (MASKED) hide(scores, rows, p, j, lane);
+    if (MASKED) hide_unseen(q, j);
     float sums[2][2] = {};
     exponentiate<MASKED, 0, EARLY>(scores, rows, p.factor, sums);
     stay_before(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1], shared.scratch() + thread * 4);
@@ -511,7 +512,7 @@ struct Consumer {
     if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
       multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
                      shared.keys(k.stage));
-      if (MASKED) hide(scores, rows, p, j, lane);
+      if (MASKED) hide_unseen(q, j);
       weigh<MASKED>(scores, rows, p);
       shrink_output(output, rows);
       pack_weights(scores, weights);
@@ -519,6 +520,31 @@ struct Consumer {
       rows.total[0] += totals[0], rows.total[1] += totals[1];
     }
     release(shared.k_empty(k.stage));
+    ++done;
+  }
+
+  DEV void find_positions(const Tile& tile, int (&positions)[2]) const {
+    const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      positions[half] = tile.position(tile.first_query + (row + half * 8) / GROUP);
+  }
+
+  DEV void hide_unseen(QueryPlace q, int j) {
+    // Found again where that spares registers in the steps without masks.
+    if (JOINED) find_positions(load_tile(shared.tile(q.stage)), rows.position);
+    hide(scores, rows.position, p, j, lane);
+  }
+
+  // A step without keys for this warpgroup.
+  DEV void pass_over() {
+    const KeyPlace place(done);
+    wait(shared.k_full(place.stage), place.parity);
+    release(shared.k_empty(place.stage));
+    take_turn();
+    pass_turn();
+    wait(shared.v_full(place.stage), place.parity);
+    release(shared.v_empty(place.stage));
     ++done;
   }
 
@@ -546,10 +572,9 @@ struct Consumer {
     const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
     const int last_position = tile.position(tile.first_query + (warpgroup * 64 + 63) / GROUP);
+    if (!JOINED) find_positions(tile, rows.position);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = (row + half * 8) / GROUP;
-      rows.position[half] = tile.position(tile.first_query + query);
       rows.maximum[half] = NEG_INF, rows.total[half] = 0;
       if (SINKS) {
         const int head = tile.kv_head * GROUP + (row + half * 8) % GROUP;
@@ -573,11 +598,13 @@ struct Consumer {
     const auto is_masked = [&](int j) {
       return (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
     };
-    if (!JOINED || is_masked(tile.begin)) hide(scores, rows, p, tile.begin, lane);
+    if (!JOINED || is_masked(tile.begin)) hide_unseen(q, tile.begin);
     weigh<true>(scores, rows, p);
     pack_weights(scores, weights);
 
-    for (int j = tile.begin + 1; j < tile.end; ++j) {
+    // The tile's last keys may be behind all of this warpgroup's queries.
+    const int own_end = JOINED ? last_position / BLOCK_N + 1 : tile.end;
+    for (int j = tile.begin + 1; j < own_end; ++j) {
       if (is_masked(j))
         step<true>(round, j);
       else
@@ -588,13 +615,17 @@ struct Consumer {
 
     const KeyPlace v(done - 1);
     wait(shared.v_full(v.stage), v.parity);
-    const int left = tile.context_len - (tile.end - 1) * BLOCK_N;
+    const int left = tile.context_len - (own_end - 1) * BLOCK_N;
     if (left < BLOCK_N) clear_values(shared.values(v.stage), left, thread, warpgroup);
     hold(output), hold(weights);
     products_begin();
     begin_output(output, weights, values(v));
     int end = 0;
-    if (JOINED) end = begin_next(round + 1);
+    if (JOINED) {
+#pragma unroll 1
+      for (int j = own_end; j < tile.end; ++j) pass_over();
+      end = begin_next(round + 1);
+    }
     products_wait<JOINED>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));

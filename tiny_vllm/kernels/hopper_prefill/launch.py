@@ -28,7 +28,7 @@ PAGE_SIZES = (16, 32, 64)
 INTEGERS = {torch.int32: "int", torch.int64: "long long"}
 # Registers per thread of the copying and the computing warpgroups, by the number of the latter: all of them
 # share the 64 K of a multiprocessor.
-REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
+REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Variant:
     memory. pingpong: warpgroups take turns at issuing products. lazy: 0, or the eighths of a step's weights
     that are made before the product of the older ones is waited for; the maximum then follows only where
     weights become too large (not with windows). polynomial: eighths of the exponents made by multiply-adds.
-    joined: a tile's first product runs beside the last one of the tile before."""
+    joined: a tile's first product runs beside the last one of the tile before, without masks where it needs
+    none, and a warpgroup leaves out keys behind all of its queries."""
 
     block_n: int = 128
     warpgroups: int = 2
