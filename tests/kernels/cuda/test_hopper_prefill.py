@@ -158,8 +158,9 @@ def check_rising(
     for column in range(tables[0].shape[1]):
         k_cache[tables[0][:, column]] *= 1 + column / 2
     scale = 2.0
-    wide = (part.float() for part in (q, k_cache, v_cache))
-    expected = prefill_attention.prefill_attention_ref(*wide, *tables, scale)
+    expected = prefill_attention.prefill_attention_ref(
+        q.float(), k_cache.float(), v_cache.float(), *tables, scale
+    )
     actual = attend_emulated(q, k_cache, v_cache, *tables, scale, variant=variant, mistake=mistake)
     atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=atol)
@@ -190,9 +191,15 @@ def test_a_maximum_that_lags_behind_is_noticed(case: str, variant: Variant, dtyp
             ("      pack_weights(scores, weights);\n    } else", "    } else"), marks=pytest.mark.slow
         ),
         pytest.param(("(column ^ row % 8 * 16)", "column"), marks=pytest.mark.slow),
+        pytest.param(
+            ("    products_wait<0>();\n    hold(output), hold(weights), hold(scores);\n"
+             "    release(shared.v_empty(v.stage));\n    // Read only",
+             "    release(shared.v_empty(v.stage));\n    // Read only"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["not_noticed", "older_outputs_stay", "older_weights_stay", "pieces_are_not_permuted"],
-)
+    ids=["not_noticed", "old_outputs_stay", "old_weights_stay", "pieces_are_not_permuted", "early_weights"],
+)  # fmt: skip
 def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, str]) -> None:
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_rising("llama_1b", replace(LAZY[64], warpgroups=2), torch.bfloat16, mistake)
@@ -229,8 +236,9 @@ MISTAKES = {
 }
 SLOW_MISTAKES = {
     "weights_change_under_a_product": (
-        "    products_wait<0>();\n    hold(output), hold(weights), hold(scores);",
-        "",
+        "    products_wait<0>();\n    hold(output), hold(weights), hold(scores);\n"
+        "    release(shared.v_empty(v.stage));\n    shrink",
+        "    release(shared.v_empty(v.stage));\n    shrink",
     ),
     "scores_are_read_before_they_come": ("    products_wait<1>();\n", ""),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
