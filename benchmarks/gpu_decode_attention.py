@@ -1,25 +1,26 @@
 """How close is decode attention of large batches to the rate at which the card can be read?
 
-    PYTHONPATH=. python3 benchmarks/gpu_decode_attention.py --json out.json [--sweep] [--head-dim 64]
+    PYTHONPATH=. python3 benchmarks/gpu_decode_attention.py --head-dim 64 --json out.json [--sweep]
 
-The kernel for Hopper beside the Triton kernels: BF16, 32 query heads on 8 KV heads of 64 (Llama-3.2-1B) or
-of 128 (Llama-3.1-8B), in shuffled pages of 16 tokens. A CUDA graph runs attention of several layers, whose
-keys and values push each other out of the L2 cache; times are per layer. Shares are of what one pass over a
-large buffer with bulk copies reaches (kernels/cuda/read_probe.py), for the context's keys and values alone.
+The kernel for Hopper beside the Triton kernels, over caches in BF16 and in FP8: 32 query heads on 8 KV heads
+of 64 (Llama-3.2-1B) or of 128 (Llama-3.1-8B), in shuffled pages of 16 tokens (--page-size). A CUDA graph
+runs attention of several layers, whose keys and values push each other out of the L2 cache; times are per
+layer. Shares are of what one pass over a large buffer with bulk copies reaches (kernels/cuda/read_probe.py),
+for the context's keys and values (in FP8 with their scales) alone.
 
 attention    queries given, kernels chained by programmatic dependent launch: a layer's first reads may
              overlap the end of the layer before
-unchained    the same, each kernel after the one before (Hopper only)
+unchained    the same, each kernel after the one before (Hopper only; --unchained)
 step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
-no hint      without asking for much shared memory where the rotation runs; only the first workload of each
-             head size shows it, as a kernel keeps what it has been given
 
-Outputs of the two are compared before they are timed. --sweep: other variants of the kernel for Hopper.
+Outputs of the two are compared before they are timed. At the end a table has a workload's times beside each
+other. --sweep: other variants of the kernel for Hopper.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,16 +33,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import COLD_BYTES, Report, time_graph
-from tiny_vllm.kernels.cuda import driver
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, quantise_rows
 from tiny_vllm.kernels.hopper_decode import launch as hopper
-from tiny_vllm.kernels.hopper_decode.launch import VARIANTS, Shape, Variant, Workspace
+from tiny_vllm.kernels.hopper_decode.launch import Shape, Variant, Workspace
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 
 DEVICE = torch.device("cuda", 0)
-HEADS, KV_HEADS, PAGE_SIZE, SPLITS = 32, 8, 16, 2
+HEADS, KV_HEADS, SPLITS = 32, 8, 2
 GROUP = HEADS // KV_HEADS
 # Of the largest value: queries, weights and results are rounded to BF16 on both sides.
 MAX_DIFFERENCE = 2**-5
@@ -56,10 +57,10 @@ def ragged(count: int) -> list[int]:
 
 
 WORKLOADS = {
-    "64x384": [384] * 64,
-    "64x1100": [1100] * 64,
     "256x800": [800] * 256,
     "256 ragged": ragged(256),
+    "64x1100": [1100] * 64,
+    "64x384": [384] * 64,
     "128 ragged": ragged(128),
     "32x4000": [4000] * 32,
     "512x500": [500] * 512,
@@ -68,29 +69,52 @@ WORKLOADS = {
     "300 ragged of 512": ragged(300) + [1] * 212,
 }
 SWEPT = ("64x1100", "256 ragged", "64x384", "300 ragged of 512")
+CACHES = ("bf16", "fp8")
 SWEEP = {
-    64: [
+    (64, "bf16"): [
         *(Variant(stages=4), Variant(stages=8), Variant(tile=32, stages=8), Variant(tile=32, stages=24)),
         *(Variant(tile=32, stages=16, warps=8), Variant(stages=8, warps=8), Variant(stages=12, warps=2)),
         *(Variant(tile=128, stages=4), Variant(stages=4, blocks=2), Variant(tile=32, stages=8, blocks=2)),
         *(Variant(extra=0), Variant(), Variant(extra=64)),
     ],
-    128: [
+    (128, "bf16"): [
         *(Variant(tile=32, extra=0), Variant(tile=32, extra=16), Variant(tile=32, extra=48)),
         *(Variant(tile=32, stages=4), Variant(tile=32, stages=8), Variant(tile=64, stages=6, warps=2)),
         *(Variant(tile=64, stages=4), Variant(tile=32, stages=8, warps=8)),
         *(Variant(tile=32, stages=12, warps=2), Variant(tile=32, stages=4, blocks=2)),
     ],
+    (64, "fp8"): [
+        *(Variant(tile=64, stages=8, blocks=2, extra=extra) for extra in (0, 64, 128, 192)),
+        *(Variant(tile=64, stages=4, blocks=2, extra=128), Variant(tile=32, stages=16, blocks=2, extra=128)),
+        *(Variant(tile=64, stages=16, extra=128), Variant(tile=64, stages=16, warps=8, extra=128)),
+        *(Variant(tile=128, stages=8, warps=8, extra=128), Variant(tile=128, stages=8, extra=128)),
+    ],
+    (128, "fp8"): [
+        *(Variant(tile=64, stages=8, warps=8, extra=extra) for extra in (0, 48, 96, 192)),
+        *(Variant(tile=64, stages=8, extra=96), Variant(tile=64, stages=12, extra=96)),
+        *(Variant(tile=32, stages=16, extra=96), Variant(tile=32, stages=16, warps=8, extra=96)),
+        *(Variant(tile=64, stages=8, warps=2, extra=96), Variant(tile=32, stages=8, blocks=2, extra=96)),
+    ],
 }
 
 
-def shape_of(head_dim: int) -> Shape:
-    return Shape(head_dim, GROUP, KV_HEADS, PAGE_SIZE, torch.int64, torch.int64)
+@dataclass(frozen=True)
+class Setting:
+    """cache: its type, one of CACHES."""
+
+    head_dim: int
+    cache: str
+    page_size: int
+
+    @property
+    def shape(self) -> Shape:
+        sizes = self.head_dim, GROUP, KV_HEADS, self.page_size
+        return Shape(*sizes, torch.int64, torch.int64, self.cache == "fp8")
 
 
-def compile_variant(head_dim: int, variant: Variant) -> None:
+def compile_variant(setting: Setting, variant: Variant) -> None:
     """Into the cache on disk."""
-    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(shape_of(head_dim), variant))
+    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(setting.shape, variant))
 
 
 @dataclass(frozen=True)
@@ -103,7 +127,7 @@ class Problem:
     cos_sin: Tensor
     q: Tensor
     parts: Tensor
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[tuple[Cache, Cache]]
     num_bytes: int
     longest: int
 
@@ -112,16 +136,17 @@ class Problem:
         return float(self.q.shape[2] ** -0.5)
 
     def attend_triton(self) -> list[Tensor]:
-        return [
-            attend_pages(
-                self.q, *caches, self.table, self.lens, self.scale, max_context_len=self.longest, pdl=True
-            )
-            for caches in self.caches
-        ]
+        with mock.patch.object(hopper, "TAKES_HOPPER_DECODE", False):
+            return [
+                attend_pages(
+                    self.q, *caches, self.table, self.lens, self.scale, max_context_len=self.longest, pdl=True
+                )
+                for caches in self.caches
+            ]
 
     def attend_hopper(self, pdl: bool, variant: Variant | None = None) -> list[Tensor]:
         """With flags that one launch fills with zeros for all layers."""
-        chosen = variant or VARIANTS[self.q.shape[2]]
+        chosen = variant or hopper.shape_of(HEADS, self.caches[0][0], self.table, self.lens).variant
         blocks = hopper.num_blocks(chosen, DEVICE)
         flags = torch.zeros(len(self.caches), blocks, dtype=torch.int32, device=DEVICE)
         outputs = []
@@ -146,26 +171,29 @@ class Problem:
             ]  # fmt: skip
 
 
-def make_problem(lens: list[int], head_dim: int) -> Problem:
-    counts = [-(-length // PAGE_SIZE) for length in lens]
+def make_problem(lens: list[int], setting: Setting) -> Problem:
+    head_dim, page_size, is_fp8 = setting.head_dim, setting.page_size, setting.shape.is_fp8
+    counts = [-(-length // page_size) for length in lens]
     pages = (torch.randperm(sum(counts), device=DEVICE) + 1).split(counts)
     table = torch.zeros(len(lens), max(counts), dtype=torch.int64, device=DEVICE)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
-    num_bytes = 2 * sum(lens) * KV_HEADS * head_dim * 2
-    shape = (2, sum(counts) + 1, KV_HEADS, PAGE_SIZE, head_dim)
-    caches = []
-    for _ in range(max(2, -(-COLD_BYTES // num_bytes))):
-        both = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
-        caches.append((both[0], both[1]))
+    num_bytes = 2 * sum(lens) * KV_HEADS * (head_dim + 2 if is_fp8 else head_dim * 2)
+    shape = (sum(counts) + 1, KV_HEADS, page_size, head_dim)
+
+    def make_cache() -> Cache:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
+        return Fp8Cache(*quantise_rows(values), torch.bfloat16) if is_fp8 else values
+
+    caches = [(make_cache(), make_cache()) for _ in range(max(2, -(-COLD_BYTES // num_bytes)))]
     context_lens = torch.tensor(lens, device=DEVICE)
     newest = context_lens - 1
-    pages_of_newest = table.gather(1, (newest // PAGE_SIZE)[:, None])[:, 0]
+    pages_of_newest = table.gather(1, (newest // page_size)[:, None])[:, 0]
     angles = torch.arange(max(lens), device=DEVICE)[:, None] * torch.rand(head_dim // 2, device=DEVICE)
     return Problem(
         lens=context_lens,
         table=table,
-        cells=pages_of_newest * PAGE_SIZE + newest % PAGE_SIZE,
+        cells=pages_of_newest * page_size + newest % page_size,
         cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
         q=torch.randn(len(lens), HEADS, head_dim, device=DEVICE).bfloat16(),
         parts=torch.randn(SPLITS, len(lens), (HEADS + 2 * KV_HEADS) * head_dim, device=DEVICE),
@@ -183,8 +211,10 @@ def difference(actual: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
-def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep: bool) -> None:
-    problem = make_problem(WORKLOADS[workload], head_dim)
+def measure(
+    report: Report, rate: float, setting: Setting, workload: str, is_sweep: bool, has_unchained: bool
+) -> None:
+    problem = make_problem(WORKLOADS[workload], setting)
     layers = len(problem.caches)
 
     def add(what: str, kernel: str, run: Callable[[], list[Tensor]], wanted: list[Tensor] | None) -> None:
@@ -194,26 +224,38 @@ def measure(report: Report, rate: float, head_dim: int, workload: str, is_sweep:
         replays = max(2, round(ROUND_SECONDS / expected_seconds))
         seconds = time_graph(run, rounds=5, replays=replays) / layers
         report.add(
-            head_dim=head_dim, workload=workload, what=what, kernel=kernel, us=seconds * 1e6,
+            **asdict(setting), workload=workload, what=what, kernel=kernel, us=seconds * 1e6,
             tb_per_second=problem.num_bytes / seconds / 1e12, share=problem.num_bytes / seconds / rate,
             apart=apart,
         )  # fmt: skip
 
     expected = problem.attend_triton()
     if is_sweep:
-        for variant in SWEEP[head_dim]:
+        for variant in SWEEP[setting.head_dim, setting.cache]:
             name = " ".join(f"{field} {value}" for field, value in asdict(variant).items())
             add("attention", name, partial(problem.attend_hopper, True, variant), expected)
         return
     add("attention", "triton", problem.attend_triton, None)
     add("attention", "hopper", partial(problem.attend_hopper, True), expected)
-    add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
+    if has_unchained:
+        add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
     add("step", "triton", partial(problem.step, False), None)
-    expected = problem.step(False)
-    # The hint cannot be taken back.
-    with mock.patch.object(driver, "prefer_shared_memory", lambda function: None):
-        add("step", "hopper, no hint", partial(problem.step, True), expected)
-    add("step", "hopper", partial(problem.step, True), expected)
+    add("step", "hopper", partial(problem.step, True), problem.step(False))
+
+
+def print_table(report: Report) -> None:
+    """Microseconds per layer of a workload beside each other, Hopper's with their share of the read limit."""
+    columns = [(what, cache, kernel) for what in ("attention", "step") for cache in CACHES
+               for kernel in ("triton", "hopper")]  # fmt: skip
+    found: dict[tuple[int, str], dict[tuple[str, str, str], str]] = {}
+    for row in report.rows:
+        if row.get("kernel") in ("triton", "hopper"):
+            share = f" {row['share']:4.0%}" if row["kernel"] == "hopper" else ""
+            place = found.setdefault((row["head_dim"], row["workload"]), {})
+            place[row["what"], row["cache"], row["kernel"]] = f"{row['us']:.1f}{share}"
+    print(f"{'us per layer':22}" + "".join(f"{' '.join(column):>24}" for column in columns))
+    for (head_dim, workload), cells in found.items():
+        print(f"{f'{head_dim}, {workload}':22}" + "".join(f"{cells.get(key, ''):>24}" for key in columns))
 
 
 def main() -> int:
@@ -222,18 +264,27 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--sweep", action="store_true", help="other variants, on some workloads")
-    parser.add_argument("--head-dim", type=int, choices=sorted(SWEEP), action="append")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), action="append")
+    parser.add_argument("--cache", choices=CACHES, action="append")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--unchained", action="store_true")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
-    parser.add_argument("--seconds", type=float, default=100, help="begin nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=28, help="begin nothing new after so many")
     arguments = parser.parse_args()
     start = time.monotonic()
-    head_dims = arguments.head_dim or sorted(SWEEP)
+    settings = [
+        Setting(head_dim, cache, arguments.page_size)
+        for head_dim in arguments.head_dim or (64, 128)
+        for cache in arguments.cache or CACHES
+    ]
     torch.manual_seed(0)
     report = Report(arguments.json)
     tasks = [
-        (head_dim, variant)
-        for head_dim in head_dims
-        for variant in (SWEEP[head_dim] if arguments.sweep else [VARIANTS[head_dim]])
+        (setting, variant)
+        for setting in settings
+        for variant in (
+            SWEEP[setting.head_dim, setting.cache] if arguments.sweep else [setting.shape.variant]
+        )
     ]
     with ThreadPoolExecutor(8) as pool:
         compiled = [pool.submit(compile_variant, *task) for task in tasks]
@@ -241,14 +292,17 @@ def main() -> int:
         report.add(what="read probe", tb_per_second=rate / 1e12)
         for future in compiled:
             future.result()
-    for head_dim in head_dims:
-        for workload in arguments.workload or (SWEPT if arguments.sweep else WORKLOADS):
+    workloads = arguments.workload or (SWEPT if arguments.sweep else WORKLOADS)
+    for _, own in itertools.groupby(settings, key=lambda setting: setting.head_dim):
+        for workload, setting in itertools.product(workloads, list(own)):
+            name = f"heads of {setting.head_dim}, {workload}, {setting.cache}"
             if time.monotonic() - start > arguments.seconds:
-                report.failures.append(f"heads of {head_dim}, {workload}: no time")
+                report.failures.append(f"{name}: no time")
                 continue
-
-            run = partial(measure, report, rate, head_dim, workload, arguments.sweep)
-            report.section(f"heads of {head_dim}, {workload}", run)
+            options = arguments.sweep, arguments.unchained
+            report.section(name, partial(measure, report, rate, setting, workload, *options))
+    if not arguments.sweep:
+        print_table(report)
     report.write()
     print(f"{time.monotonic() - start:.0f} s; failed: {report.failures or 'nothing'}")
     return 1 if report.failures else 0

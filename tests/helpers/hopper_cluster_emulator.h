@@ -37,6 +37,8 @@ struct Store {
 inline std::map<int, std::vector<Piece>> pieces;               // of a thread, before its fence
 inline std::map<int, std::vector<Store>> stores, open_stores;  // of a thread
 
+inline std::map<int, int> cluster_generations;  // of a thread, at its arrival
+
 inline int rank_of(const Thread& thread) { return thread.index / block_threads; }
 
 inline void run_stores() {
@@ -79,6 +81,15 @@ inline void arrive_at(u32 barrier, int rank) {
   emulated::check(!first->done, "a block has ended before the last arrival in it");
   arrive(barrier + (rank - cluster_rank()) * emulated::block_bytes);
 }
+inline void cluster_arrive() {
+  const u32 all = CLUSTER * emulated::block_threads;
+  emulated::cluster_generations[emulated::self->index] = emulated::named[15].generation;
+  named_arrive(15, all);
+}
+inline void cluster_wait() {
+  const int generation = emulated::cluster_generations[emulated::self->index];
+  emulated::until([generation] { return emulated::named[15].generation != generation; });
+}
 inline void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   for (int rank = 0; rank < CLUSTER; ++rank) {
     const u32 away = (rank - cluster_rank()) * emulated::block_bytes;
@@ -112,3 +123,7 @@ inline void store_matrices(u32 address, const u32 (&words)[4]) {
   emulated::pieces[emulated::self->index].push_back(piece);
 }
 inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b); }
+inline void store_two_floats(float* place, float a, float b) {
+  emulated::check((uintptr_t)place % 8 == 0, "an unaligned store");
+  place[0] = a, place[1] = b;
+}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.hopper_prefill import emulated_map
+from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.hopper_decode import launch
 from tiny_vllm.kernels.hopper_decode.launch import (
     Params,
@@ -59,8 +60,8 @@ def emulated_library(shape: Shape, variant: Variant, mistake: tuple[str, str] | 
 
 def attend_emulated(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     scale: float,

@@ -3,6 +3,8 @@
 //
 // What the preceding kernel writes is NaN until a thread of the block has waited for it.
 
+#include <algorithm>
+
 namespace emulated {
 
 struct Written {
@@ -114,6 +116,57 @@ inline void multiply_blocks(float (&d)[4], const u32 (&a)[4], u32 upper, u32 low
   });
 }
 
+inline u32 pack_bf16(float low, float high) {
+  u32 both = 0;
+  for (int half = 0; half < 2; ++half) {
+    const float value = half ? high : low;
+    u32 word;
+    memcpy(&word, &value, 4);
+    const u32 rounded = value != value ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+    both |= rounded << half * 16;
+  }
+  return both;
+}
+inline void unpack_codes(u32& low, u32& high, u32 codes) {
+#if FP8
+  u32* words[2] = {&low, &high};
+  for (int i = 0; i < 4; ++i) {
+    const int code = codes >> i * 8 & 0xff, exponent = code >> 3 & 15, mantissa = code & 7;
+    float value = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    if ((code & 0x7f) == 0x7f) value = NAN;
+    emulated::set_value(words[i / 2], i % 2, emulated::narrow(code & 0x80 ? -value : value));
+  }
+#endif
+}
+inline u32 swap_middle_bytes(u32 word) {
+  return (word & 0xff0000ffu) | (word & 0xff00) << 8 | (word >> 8 & 0xff00);
+}
+inline u32 max_of_halves(u32 a, u32 b) {
+  u32 both = 0;
+  for (int half = 0; half < 2; ++half)
+    emulated::set_value(&both, half, std::max(emulated::value_of(&a, half), emulated::value_of(&b, half)));
+  return both;
+}
+inline u32 max_of_lanes(u32 value) {
+  const u64* lanes = emulated::meet(value);
+  return (u32)*std::max_element(lanes, lanes + 32);
+}
+inline float float_of(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline void store_shared_half(u32 address, u32 half) { memcpy(emulated::at(address, 2), &half, 2); }
+inline u32 load_shared_half(u32 address) {
+  u16 half;
+  memcpy(&half, emulated::at(address, 2), 2);
+  return half;
+}
+inline void load_shared_words(u32 (&words)[2], u32 address) {
+  emulated::check(address % 8 == 0, "an unaligned load");
+  memcpy(words, emulated::at(address, 8), 8);
+}
 inline void store_shared_floats(u32 address, const float (&values)[4]) {
   emulated::check(address % 16 == 0, "an unaligned store");
   memcpy(emulated::at(address, 16), values, 16);

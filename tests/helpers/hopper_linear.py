@@ -25,10 +25,12 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> ctypes.CDLL:
-    product = (Path(launch.__file__).parent / "gated_product.cu").read_text(encoding="utf-8")
+    folder = Path(launch.__file__).parent
+    product = (folder / "gated_product.cu").read_text(encoding="utf-8")
     if mistake is not None:
         assert product.count(mistake[0]) == 1, f"not once in gated_product.cu: {mistake[0]}"
         product = product.replace(*mistake)
+    silu = (folder / "silu.cu").read_text(encoding="utf-8")
     entry = (HERE / "hopper_cluster_entry.h").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "emulated.so"
@@ -38,7 +40,7 @@ def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> cty
         command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-x", "c++", "-"]
         compiled = subprocess.run(
             [*command, "-o", str(path), *options],
-            input=f'#include "hopper_cluster_emulator.h"\n{product}\n{entry}',
+            input=f'#include "hopper_cluster_emulator.h"\n{silu}\n{product}\n{entry}',
             capture_output=True,
             text=True,
         )

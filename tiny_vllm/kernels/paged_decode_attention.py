@@ -641,7 +641,6 @@ def attend_pages(
     is_plain = window is None and softcap is None and sinks is None
     rows = context_lens if table_rows is None else table_rows
     if is_plain and hopper.takes(num_heads, k_cache, v_cache, page_table, context_lens, rows, scale):
-        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
         attended = hopper.attend(
             q, k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows, output=output
         )

@@ -278,8 +278,8 @@ def _rope_then_attend(
     bias: Tensor | None,
     cos_sin: Tensor,
     cells: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     num_heads: int,
@@ -331,7 +331,6 @@ def rope_and_attend(
     is_plain = window is None and softcap is None and sinks is None
     rows = context_lens if table_rows is None else table_rows
     if is_plain and hopper.takes(num_heads, k_cache, v_cache, page_table, context_lens, rows, scale):
-        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
         return _rope_then_attend(
             parts, bias, cos_sin, cells, k_cache, v_cache, page_table, context_lens, num_heads, scale,
             table_rows, head_norms, pdl,

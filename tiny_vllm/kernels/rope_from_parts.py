@@ -3,8 +3,8 @@
     q, k, v = sum over s of parts[s] + b;  q, k = rope(norm(q), norm(k));  k, v -> their cells
 
 parts [S, B, (Hq + 2 Hkv) * D] FP32 or of the cache's type, columns q, k, v, heads in order; bias [columns].
-See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type. Moves S + 1 times B
-tokens' heads: some megabytes in the L2 cache.
+See `rope` for the rotation. FP32 arithmetic, results rounded once to the cache's type; FP8 caches get codes
+of that (`fp8_cache`). Moves S + 1 times B tokens' heads: some megabytes in the L2 cache.
 
 It stands before the attention of hopper_decode, which reads keys and values meanwhile; `rope_and_attend` does
 the same work inside of attention.
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels.cuda import driver
-from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_scales
 from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.triton_support import (
@@ -90,6 +89,8 @@ def _rope_from_parts_kernel(
     q_norm_ptr,
     k_norm_ptr,
     zeros_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     num_values,
     num_zeros,
     eps,
@@ -105,7 +106,7 @@ def _rope_from_parts_kernel(
     BLOCK_ZEROS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, groups of heads). Both norms, and zeros_ptr, may be None."""
+    """Grid (B, groups of heads). Both norms, zeros_ptr, and both scales may be None."""
     if PDL:
         launch_dependents()
     TYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -157,6 +158,13 @@ def _rope_from_parts_kernel(
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
     cache_row = ((cell // PAGE_SIZE).to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + cell % PAGE_SIZE
     k_row, v_row = k_cache_ptr + cache_row * HEAD_DIM, v_cache_ptr + cache_row * HEAD_DIM
+    if k_scales_ptr is not None:
+        largest = tl.maximum(tl.abs(turned_first.to(tl.float32)), tl.abs(turned_second.to(tl.float32)))
+        scales = row_scales(tl.max(largest, 1)[:, None], TYPE)
+        turned_first, turned_second = encode_rows(turned_first, scales), encode_rows(turned_second, scales)
+        is_row = head < NUM_HEADS + 2 * NUM_KV_HEADS
+        tl.store(k_scales_ptr + cache_row, scales, mask=is_row & ~is_q & ~is_v)
+        tl.store(v_scales_ptr + cache_row, scales, mask=is_row & is_v)
     tl.store(k_row + low, turned_first, mask=mask & ~is_q & ~is_v)
     tl.store(k_row + high, turned_second, mask=mask & ~is_q & ~is_v)
     tl.store(v_row + low, turned_first, mask=mask & is_v)
@@ -174,8 +182,8 @@ def rope_from_parts(
     cos_sin: Tensor,
     context_lens: Tensor,
     cells: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_heads: int,
     *,
     head_norms: HeadNorms | None = None,
@@ -190,13 +198,14 @@ def rope_from_parts(
     """
     splits, num_sequences, width = parts.shape
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    assert parts.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
+    assert parts.is_contiguous()
     q = torch.empty(num_sequences, num_heads, head_dim, dtype=k_cache.dtype, device=parts.device)
     grid = (num_sequences, ceil_div(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
-    kernel = _rope_from_parts_kernel[grid](
+    _rope_from_parts_kernel[grid](
         q,
-        k_cache,
-        v_cache,
+        k_values,
+        v_values,
         parts,
         parts if bias is None else bias,
         cos_sin,
@@ -205,6 +214,8 @@ def rope_from_parts(
         None if head_norms is None else head_norms.q,
         None if head_norms is None else head_norms.k,
         zeros,
+        k_scales,
+        v_scales,
         num_sequences * width,
         0 if zeros is None else len(zeros),
         None if head_norms is None else head_norms.eps,
@@ -221,7 +232,4 @@ def rope_from_parts(
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )
-    if pdl and kernel is not None:
-        # Attention's blocks fill a multiprocessor's shared memory; they may come while these blocks run.
-        driver.prefer_shared_memory(kernel.function)
     return q

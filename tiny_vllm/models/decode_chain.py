@@ -14,7 +14,7 @@ cache write and attention; output product; residual and norm; gate and up with a
 the next layer's norm. This is also the way, with any number of rows, of families that do more than add to the
 residual stream, and of more picks. Of experts it is router; choice of experts; their tiles; gate and up;
 down, whose parts are those of the picked experts. Where queries and keys have a norm over all heads, a kernel
-more sums their parts and norms them.
+more sums their parts and norms them. On Hopper `hopper_linear` has the products of 65 to 256 rows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.hopper_linear import decode_launch as hopper
 from tiny_vllm.kernels.norm_and_pick import norm_and_pick
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
 from tiny_vllm.kernels.norm_queries_and_keys import norm_queries_and_keys
@@ -252,15 +253,7 @@ class DecodeChain:
                 layer.attention_output_norm, multiplier,
             )  # fmt: skip
             if layer.experts is None:
-                linear = norm_linear if len(normed) <= MAX_SMALL_ROWS else tiled_linear
-                activated = linear(
-                    normed,
-                    weights.gate_up,
-                    bias=weights.gate_up_bias,
-                    gated=True,
-                    activation=self._spec.activation,
-                    pdl=pdl,
-                )
+                activated = self._activated(normed, weights.gate_up, weights.gate_up_bias)
                 parts, bias = self._product(activated, weights.down, pdl), weights.down_bias
             else:
                 parts, bias = self._expert_parts(normed, layer, layer.experts), None
@@ -273,7 +266,18 @@ class DecodeChain:
         """[S, B, N], to be summed over S."""
         if len(x) <= MAX_SMALL_ROWS:
             return norm_linear(x, weight, out_dtype=torch.float32, pdl=pdl).unsqueeze(0)
-        return split_linear(x, weight, pdl)
+        parts = hopper.split_product(x, weight, pdl)
+        return split_linear(x, weight, pdl) if parts is None else parts
+
+    def _activated(self, x: Tensor, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        """[B, H] -> [B, I]."""
+        activation, pdl = self._spec.activation, self._pdl
+        if activation == "silu" and bias is None:
+            activated = hopper.gated_product(x, gate_up, pdl)
+            if activated is not None:
+                return activated
+        linear = norm_linear if len(x) <= MAX_SMALL_ROWS else tiled_linear
+        return linear(x, gate_up, bias=bias, gated=True, activation=activation, pdl=pdl)
 
     def _rope_and_attend(
         self,

@@ -19,6 +19,7 @@ from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import missing_tools
 from tiny_vllm.kernels import rope_and_attend
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors, quantise_rows
 from tiny_vllm.kernels.hopper_decode import launch
 from tiny_vllm.kernels.hopper_decode.launch import (
     VARIANTS,
@@ -37,6 +38,9 @@ needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason=str(m
 
 # Of the largest value: weights and the result are rounded once each.
 TOLERANCE = 2**-7
+# With FP8: of the result, which is rounded to 8 bits, and of what it sums, without signs: products round
+# weights to 11 bits, and nothing else.
+RESULT_TOLERANCE, SUM_TOLERANCE = 2**-8, 2**-10
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 SMALL = {64: Variant(stages=4), 128: Variant(tile=32, stages=4)}
 LENS = {
@@ -51,16 +55,17 @@ LENS = {
 @dataclass(frozen=True)
 class Case:
     """A batch with NaN wherever no sequence owns a cell, and the FP64 answer. late: what the preceding kernel
-    writes, queries and the newest tokens' rows."""
+    writes, queries and the newest tokens' rows. allowed: differences from the answer."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Cache
+    v_cache: Cache
     page_table: Tensor
     context_lens: Tensor
     table_rows: Tensor
     late: list[Tensor]
     expected: Tensor
+    allowed: Tensor
 
     def check(self, blocks: int = 5, seed: int = 0, **options: Any) -> Tensor:
         actual = attend_emulated(
@@ -68,8 +73,8 @@ class Case:
             table_rows=self.table_rows, late=self.late, blocks=blocks, seed=seed,
             **({"variant": SMALL[self.q.shape[2]]} | options),
         )  # fmt: skip
-        size = float(self.v_cache[self.v_cache.isfinite()].abs().max())
-        torch.testing.assert_close(actual.double(), self.expected, rtol=0, atol=TOLERANCE * size)
+        apart = (actual.double() - self.expected) / self.allowed
+        torch.testing.assert_close(apart, torch.zeros_like(apart), rtol=0, atol=1)
         return actual
 
 
@@ -80,31 +85,66 @@ def make_case(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype = torch.int64,
+    *,
+    is_fp8: bool = False,
+    spread: int = 0,
 ) -> Case:
+    """spread: values are up to 2^spread larger or smaller than usual, row by row, a KV head's queries by
+    2^(2 spread) and its keys by the inverse, which leaves scores as they are."""
     width = -(-max(lens) // page_size) + 1
     num_pages = sum(-(-length // page_size) for length in lens) + 1
     free = (torch.randperm(num_pages - 1) + 1).tolist()
-    caches = torch.full((2, num_pages, num_kv_heads, page_size, head_dim), torch.nan).bfloat16()
+    rows = (2, num_pages, num_kv_heads, page_size)
+    # In FP8: both NaN of codes, and for scales NaN of both signs and infinity.
+    codes = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)[torch.randint(2, (*rows, head_dim))]
+    scales = torch.tensor([torch.nan, -torch.nan, torch.inf]).bfloat16()[torch.randint(3, rows)]
+    caches = torch.full((*rows, head_dim), torch.nan).bfloat16()
     table_rows = torch.randperm(len(lens) + 2)[: len(lens)]
     page_table = torch.zeros(len(lens) + 2, width, dtype=dtype)
-    q = (2 * torch.randn(len(lens), num_kv_heads * group, head_dim)).bfloat16()
-    expected = torch.empty(q.shape, dtype=torch.float64)
-    late = [q]
+    q = 2 * torch.randn(len(lens), num_kv_heads, group, head_dim)
+    expected = torch.empty(len(lens), num_kv_heads * group, head_dim, dtype=torch.float64)
+    sizes, largest = torch.empty_like(expected), 0.0
+    late = []
     for index, length in enumerate(lens):
-        both = torch.randn(2, num_kv_heads, length, head_dim).bfloat16()
+        both = torch.randn(2, num_kv_heads, length, head_dim)
+        exponents = torch.randint(-2 * spread, 2 * spread + 1, (num_kv_heads, 1, 1))
+        q[index] *= torch.exp2(exponents)
+        both[0] *= torch.exp2(-exponents)
+        both[1] *= torch.exp2(torch.randint(-spread, spread + 1, (num_kv_heads, length, 1)))
+        both = both.bfloat16()
+        stored = both.double()
+        own_codes, own_scales = quantise_rows(both)
+        if is_fp8:
+            stored = own_codes.float().double() * own_scales.double().unsqueeze(-1)
+        newest = (length - 1) % page_size
         for start in range(0, length, page_size):
             page = free.pop()
             page_table[table_rows[index], start // page_size] = page
             end = min(start + page_size, length)
             caches[:, page, :, : end - start] = both[:, :, start:end]
-        late += [
-            cache[page, head, (length - 1) % page_size] for cache in caches for head in range(num_kv_heads)
+            codes[:, page, :, : end - start] = own_codes.view(torch.uint8)[:, :, start:end]
+            scales[:, page, :, : end - start] = own_scales[:, :, start:end]
+        for cache in (codes, scales) if is_fp8 else (caches,):
+            late += [part[page, head, newest] for part in cache for head in range(num_kv_heads)]
+        keys, values = stored.repeat_interleave(group, 1)
+        queries = q[index].bfloat16().double().flatten(0, 1)
+        weights = (torch.einsum("hd,hld->hl", queries, keys) * head_dim**-0.5).softmax(-1)
+        expected[index] = torch.einsum("hl,hld->hd", weights, values)
+        sizes[index] = torch.einsum("hl,hld->hd", weights, values.abs())
+        largest = max(largest, float(values.abs().max()))
+    queries = q.bfloat16().flatten(1, 2)
+    allowed = torch.full_like(expected, TOLERANCE * largest)
+    if is_fp8:
+        allowed = RESULT_TOLERANCE * expected.abs() + SUM_TOLERANCE * sizes
+    both_caches: list[Cache] = [caches[0], caches[1]]
+    if is_fp8:
+        both_caches = [
+            Fp8Cache(own_codes, own_scales, torch.bfloat16)
+            for own_codes, own_scales in zip(codes.view(torch.float8_e4m3fn), scales, strict=True)
         ]
-        keys, values = both.double().repeat_interleave(group, 1)
-        scores = torch.einsum("hd,hld->hl", q[index].double(), keys) * head_dim**-0.5
-        expected[index] = torch.einsum("hl,hld->hd", scores.softmax(-1), values)
     context_lens = torch.tensor(lens, dtype=dtype)
-    return Case(q, *caches, page_table, context_lens, table_rows.to(dtype), late, expected)
+    tables = page_table, context_lens, table_rows.to(dtype)
+    return Case(queries, *both_caches, *tables, [queries, *late], expected, allowed)
 
 
 # lens, group, num_kv_heads, head_dim, page_size, variant
@@ -195,11 +235,20 @@ def test_the_order_of_events_changes_nothing() -> None:
         assert torch.equal(case.check(seed=seed), first)
 
 
+def copy_of(cache: Cache) -> Cache:
+    if isinstance(cache, Fp8Cache):
+        codes = cache.codes.view(torch.uint8).clone().view(cache.codes.dtype)
+        return Fp8Cache(codes, cache.scales.clone(), cache.dtype)
+    return cache.clone()
+
+
 @needs_compiler
-@pytest.mark.parametrize("pdl", [False, True])
-def test_the_engine_rotates_first_and_then_attends(pdl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pdl", "is_fp8"), [(False, False), (True, False), (True, True)])
+def test_the_engine_rotates_first_and_then_attends(
+    pdl: bool, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the kernels' stand-ins for a CPU: everything arrives where it should."""
-    case = make_case(LENS["ragged"], 4, 2, 64, 16)
+    case = make_case(LENS["ragged"], 4, 2, 64, 16, is_fp8=is_fp8)
     chained: list[bool] = []
 
     def stand_in(*arguments: Any, workspace: launch.Workspace, pdl: bool, **options: Any) -> Tensor:
@@ -218,18 +267,18 @@ def test_the_engine_rotates_first_and_then_attends(pdl: bool, monkeypatch: pytes
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     norms = HeadNorms(*(1 + 0.5 * torch.randn(2, 64)).bfloat16(), 1e-5)
 
-    def run() -> list[Tensor]:
-        k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    def run() -> tuple[Tensor, list[Cache]]:
+        k_cache, v_cache = copy_of(case.k_cache), copy_of(case.v_cache)
         attended = rope_and_attend.rope_and_attend(
             parts, None, cos_sin, cells, k_cache, v_cache, case.page_table, case.context_lens, 8, 0.125,
             table_rows=case.table_rows, head_norms=norms, pdl=pdl,
         )  # fmt: skip
-        return [attended, k_cache, v_cache]
+        return attended, [k_cache, v_cache]
 
-    actual, *caches = run()
+    actual, caches = run()
     assert chained == [pdl]
     monkeypatch.undo()
-    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    k_cache, v_cache = copy_of(case.k_cache), copy_of(case.v_cache)
     q = rope_from_parts_ref(
         parts, None, cos_sin, case.context_lens, cells, k_cache, v_cache, 8, head_norms=norms
     )
@@ -238,7 +287,9 @@ def test_the_engine_rotates_first_and_then_attends(pdl: bool, monkeypatch: pytes
     atol = 2 * TOLERANCE * float(expected.float().abs().max())
     torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=atol)
     for cache, own in zip(caches, (k_cache, v_cache), strict=True):
-        torch.testing.assert_close(cache, own, rtol=0, atol=0, equal_nan=True)
+        for written, wanted in zip(cache_tensors(cache), cache_tensors(own), strict=True):
+            if written is not None:
+                assert torch.equal(written.view(torch.uint8), wanted.view(torch.uint8))
 
 
 MISTAKES = {
@@ -246,10 +297,10 @@ MISTAKES = {
     "a_stage_is_reused_early": ("        wait(shared.empty(place.index), place.parity ^ 1);\n", ""),
     "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
     "the_newest_token_stays": (
-        "put_newest(shared.keys(stage), shared.values(stage), valid - 1, slot + QUERY_BYTES)",
+        "put_newest(stage, valid - 1, slot + QUERY_BYTES, segment.context_len)",
         "warp_sync()",
     ),
-    "values_behind_the_context_stay": ("      clear_values(shared.values(stage), valid);\n", ""),
+    "values_behind_the_context_stay": ("      clear_values(stage, valid);\n", ""),
 }
 SLOW_MISTAKES = {
     "a_slot_is_reused_early": ("      wait(shared.slot_empty(place.index), place.parity ^ 1);\n", ""),
@@ -290,6 +341,10 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
         (dict(head_dim=96), "the head size 96"),
         (dict(page_size=8), "the page size 8"),
         (dict(dtype=torch.float16), r"the cache's type torch\.float16"),
+        (dict(dtype=torch.float16, fp8="kv"), r"the cache's type torch\.float16"),
+        (dict(fp8="k"), "one cache is in FP8"),
+        (dict(fp8="kv", scales=7), "no multiple of 16"),
+        (dict(fp8="kv", page_size=24), "the page size 24"),
         (dict(num_heads=32), "16 query heads per KV head"),
         (dict(sequences=15), "15 sequences"),
         (dict(sequences=513), "513 sequences"),
@@ -308,14 +363,21 @@ def test_what_the_kernel_cannot_take_is_named(changes: dict[str, Any], reason: s
         table: torch.dtype = torch.int32,
         rows: torch.dtype = torch.int64,
         scale: float = 0.1,
+        fp8: str = "",
+        scales: int = 0,
     ) -> str | None:
-        cache = torch.zeros(5, 2, page_size, head_dim, dtype=dtype)
-        lens = torch.ones(sequences, dtype=torch.int64)
-        return obstacle(
-            num_heads, cache, cache, torch.zeros(sequences, 4, dtype=table), lens, lens.to(rows), scale
+        shape = (5, 2, page_size, head_dim)
+        space = torch.zeros(scales + 5 * 2 * page_size).bfloat16()[scales:].view(shape[:3])
+        both = (
+            Fp8Cache(torch.zeros(shape, dtype=torch.float8_e4m3fn), space, dtype)
+            if name in fp8
+            else torch.zeros(shape, dtype=dtype)
+            for name in "kv"
         )
+        lens = torch.ones(sequences, dtype=torch.int64)
+        return obstacle(num_heads, *both, torch.zeros(sequences, 4, dtype=table), lens, lens.to(rows), scale)
 
-    assert find() is None
+    assert find() is None and find(fp8="kv") is None
     found = find(**changes)
     assert found is not None and re.search(reason, found)
 
@@ -334,7 +396,17 @@ COMPILED = {
     "tables_of_32_bits": shape(
         64, group=1, num_kv_heads=3, page_size=48, table=torch.int32, lens=torch.int32
     ),
+    "fp8_of_64": shape(64, is_fp8=True),
+    "fp8_of_128": shape(128, is_fp8=True),
+    "fp8_pages_of_32": shape(128, group=8, page_size=32, is_fp8=True),
+    "fp8_tables_of_32_bits": shape(
+        64, group=7, num_kv_heads=2, page_size=64, table=torch.int32, lens=torch.int32, is_fp8=True
+    ),
 }
+
+
+# Registers that a load of shared memory fills, of those that do not fill four.
+WIDTHS = {"LDS.64": 2, "LDS.U16": 1}
 
 
 def released_early(text: str) -> Iterator[str]:
@@ -348,8 +420,9 @@ def released_early(text: str) -> Iterator[str]:
         if "SYNCS.ARRIVE.TRANS64.A1T0" in instruction:
             yield from (f"{load} before {instruction}" for load in waiting)
         waiting = {load: own for load, own in waiting.items() if not own & registers}
-        if load := re.search(r"(?:LDSM\S*\.4|LDS\.128) R(\d+)", instruction):
-            waiting[instruction] = set(range(int(load[1]), int(load[1]) + 4))
+        if load := re.search(r"(?:LDSM\S*\.4|LDS\.(?:128|64|U16)) R(\d+)", instruction):
+            count = next((count for width, count in WIDTHS.items() if width in instruction), 4)
+            waiting[instruction] = set(range(int(load[1]), int(load[1]) + count))
 
 
 def test_a_release_before_a_load_returns_is_found() -> None:
@@ -357,6 +430,9 @@ def test_a_release_before_a_load_returns_is_found() -> None:
     load, product = "/*0010*/ LDSM.16.MT88.4 R4, [R2] ;", "/*0020*/ HMMA.16816.F32.BF16 R12, R4, R16, R12 ;"
     assert not list(released_early(f"{load} {product} {release}"))
     assert len(list(released_early(f"{load} {release} {product}"))) == 1
+    half, use = "/*0010*/ LDS.U16 R4, [R2] ;", "/*0020*/ STS.U16 [R3], R4 ;"
+    assert not list(released_early(f"{half} {use} {release}"))
+    assert len(list(released_early(f"{half} {release} {use}"))) == 1
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
@@ -366,7 +442,7 @@ def test_nothing_spills_and_loads_return_before_their_place_is_free(name: str, t
     import triton
 
     own = COMPILED[name]
-    variant = VARIANTS[own.head_dim]
+    variant = own.variant
     cubin = compile_cubin(source(), name="decode", defines=macros(own, variant))
     (usage,) = resource_usage(cubin).values()
     assert usage.stack_bytes == 0
@@ -376,7 +452,11 @@ def test_nothing_spills_and_loads_return_before_their_place_is_free(name: str, t
     (tmp_path / "cubin").write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
-    assert text.count("LDSM") >= variant.tile * own.head_dim // 16 // 16 * 4
+    # Keys and values of tiles with and without an end, in blocks of 512 bytes; two codes an instruction.
+    assert text.count("LDSM") >= 4 * variant.tile * own.row_bytes // 512
+    codes = 4 * variant.tile * own.head_dim if own.is_fp8 else 0
+    assert text.count("F2FP.F16.E4M3.UNPACK_B") == codes // 64
+    assert text.count("HMMA") == 4 * variant.tile * own.head_dim // 256
     assert not list(released_early(text))
     # One thread copies, without a loop over the lanes round each copy.
     assert "UTMALDG.3D" in text and "UBLKCP" in text and "VOTEU" not in text

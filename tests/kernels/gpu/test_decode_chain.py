@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tiny_vllm.kernels.hopper_linear import decode_launch
+from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 from tiny_vllm.models.decode_chain import DecodeChain
@@ -159,6 +161,33 @@ def test_bf16_is_as_close_to_the_definition_as_its_rounding_allows(
         # Some ten roundings a layer, each 2**-9 of its operand, add up as a random walk.
         limit = (10 * setup.spec.num_layers) ** 0.5 * (2**-7 if INTERPRETED else 2**-8)
         assert relative_error(logits, setup.expected_logits(chosen)) < limit
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("rows", [65, 256])
+def test_products_for_hopper_are_as_close_to_the_definition(
+    device: torch.device, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs a Hopper GPU")
+    taken: list[tuple[int, ...]] = []
+    multiply = decode_launch._multiply
+
+    def record(x: torch.Tensor, weight: torch.Tensor, gated: bool, pdl: bool) -> torch.Tensor | None:
+        result = multiply(x, weight, gated, pdl)
+        assert result is not None, "the kernel does not compile"
+        taken.append(tuple(weight.shape))
+        return result
+
+    monkeypatch.setattr(decode_launch, "_multiply", record)
+    setup = Setup(torch.bfloat16, device, has_pdl(torch.device("cuda")))
+    slots = torch.arange(rows, device=device).clamp_(max=len(CONTEXTS))
+    logits = setup.chain.logits(setup.state, slots)[: len(CONTEXTS)]
+    limit = (10 * setup.spec.num_layers) ** 0.5 * 2**-8
+    assert relative_error(logits, setup.expected_logits(slots[: len(CONTEXTS)])) < limit
+    layer = setup.weights.layers[0]
+    matrices = layer.qkv, layer.output, layer.gate_up, layer.down
+    assert taken == [tuple(matrix.shape) for matrix in matrices] * setup.spec.num_layers
 
 
 def test_padding_rows_change_no_slot_and_no_result(device: torch.device) -> None:

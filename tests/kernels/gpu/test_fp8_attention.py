@@ -22,12 +22,14 @@ from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
 from tiny_vllm.kernels.triton_support import INTERPRETED, has_pdl
 
+
+def before_fp8() -> bool:
+    return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-        reason="GPUs before sm_89 do not read FP8",
-    ),
+    pytest.mark.skipif(before_fp8(), reason="GPUs before sm_89 do not read FP8"),
 ]
 VARIANT_NAMES = [None, "all"]
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gpu.test_attention import TOLERANCES
+from tests.kernels.gpu.test_fp8_attention import before_fp8, check_stored
+from tiny_vllm.kernels.fp8_cache import Fp8Cache, quantise_rows
 from tiny_vllm.kernels.rope_from_parts import HeadNorms, rope_from_parts
 from tiny_vllm.kernels.triton_support import has_pdl
 
@@ -66,3 +68,32 @@ def test_sums_norms_rotates_and_writes(
         cache[where] = torch.nan
         assert cache.isnan().all()
     assert zeros.tolist() == [0] * 132 + [7] * 8
+
+
+@pytest.mark.skipif(before_fp8(), reason="GPUs before sm_89 do not read FP8")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_writes_codes_and_scales(device: torch.device, shape: str, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim, rotary_dim, page_size = SHAPES[shape]
+    count, num_pages = 5, 7
+    parts = torch.randn(2, count, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    angles = torch.arange(50, device=device)[:, None] * torch.rand(rotary_dim // 2, device=device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    context_lens = torch.tensor([1, 50, 17, 30, 2], device=device)
+    cells = torch.randperm(num_pages * page_size, device=device)[:count]
+    norms = HeadNorms(*(1 + 0.5 * torch.randn(2, head_dim, device=device).to(dtype)), 1e-5)
+    shape_of_cache = (num_pages, num_kv_heads, page_size, head_dim)
+    poison = torch.full(shape_of_cache, torch.nan, device=device, dtype=dtype)
+    coded = [Fp8Cache(*quantise_rows(poison), dtype) for _ in range(2)]
+    plain = [poison.clone() for _ in range(2)]
+    arguments = parts, None, cos_sin, context_lens, cells
+
+    expected = rope_from_parts(*arguments, *plain, num_heads, head_norms=norms)
+    q = rope_from_parts(*arguments, *coded, num_heads, head_norms=norms, pdl=has_pdl(device))
+
+    assert torch.equal(q, expected)
+    where = (cells // page_size, slice(None), cells % page_size)
+    for cache, values in zip(coded, plain, strict=True):
+        check_stored(cache, cells, values[where].double())
+        cache.scales[where] = torch.nan
+        assert cache.scales.isnan().all()

@@ -20,7 +20,6 @@ from tiny_vllm.kernels.cuda.errors import DriverError
 LOCAL_SIZE_BYTES = 3
 NUM_REGS = 4
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 # Number of a CUlaunchAttributeID, see `LaunchConfig`.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -193,14 +192,6 @@ def _context(device: torch.device) -> Iterator[None]:
         yield
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-
-
-@functools.cache
-def prefer_shared_memory(function: int) -> None:
-    """Multiprocessors that run this kernel (a CUfunction, of Triton's for example) should have as much shared
-    memory as they can, for blocks of a kernel that needs it and may start before this one ends. A hint, so
-    a driver that refuses is not asked again."""
-    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
 
 
 def shared_memory_limit(device: torch.device) -> int:

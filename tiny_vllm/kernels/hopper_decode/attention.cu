@@ -1,6 +1,6 @@
-// Decode attention for Hopper at large batches: what paged_decode_attention.py describes, with BF16 values
-// and heads of 64 or 128. Memory-bound, so what matters is that every multiprocessor always has enough reads
-// under way, and that all of them end at the same time.
+// Decode attention for Hopper at large batches: what paged_decode_attention.py describes, with BF16 queries,
+// keys and values in BF16 or FP8 (fp8_cache.py), and heads of 64 or 128. Memory-bound, so what matters is
+// that every multiprocessor always has enough reads under way, and that all of them end at the same time.
 //
 // A pair is a sequence and a KV head; its context is read in pieces of PIECE positions, each a part of a
 // page. All pieces of all pairs, one after another, are cut evenly among the blocks, whatever the lengths (a
@@ -25,22 +25,42 @@
 // segment it is, adds what the others left in memory: it was their first segment, so it has been there for
 // long, unless a context is so long that a block has no other.
 //
-// Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (0), TILE, STAGES, WARPS, BLOCKS (of a multiprocessor),
-// EXTRA_POSITIONS (that a pair counts), SEQUENCES (at most), WATCHDOG_NS; TABLE and LENS are integer types.
+// FP8: a tile's codes lie in shared memory as they do in the cache, in rows of 128 bytes (two positions with
+// heads of 64), and their scales behind the tiles. A 16-bit unit of an `ldmatrix` is two codes, which one
+// instruction turns into two FP16 numbers, exactly, so products are of FP16. What a lane gets of a block:
+//
+//     keys     four dimensions of a position. Which two are terms 2 c and 2 c + 1 of a product, and which 8
+//              further, is free: queries are loaded in the same order.
+//     values   two dimensions of two positions. Two bytes change places, and the pairs are of positions, as
+//              terms must be: rows r and r + 8 of the product are dimensions 2 r and 2 r + 1.
+//
+// Scales belong to positions: those of keys multiply scores, those of values the weights, behind their sum.
+// FP16's range is met by powers of two, which round nothing: a head's largest query lies in 2^14 to 2^15, and
+// so does a weight of 1 at the largest scale so far (`unit`), which shrinks what was summed as the maximum
+// does. So a weight has 11 bits down to 2^-28 of that, and a query down to 2^-29 of the largest.
+//
+// Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, FP8 (0 or 1), HALF (of products: the same), TILE, STAGES,
+// WARPS, BLOCKS (of a multiprocessor), EXTRA_POSITIONS (that a pair counts), SEQUENCES (at most),
+// WATCHDOG_NS; TABLE and LENS are integer types.
 
 constexpr int PIECES_OF_32 = PAGE_SIZE % 32 == 0 ? 32 : 16;
 constexpr int PIECE = PAGE_SIZE % 64 == 0 && TILE % 64 == 0 ? 64 : PIECES_OF_32;
 constexpr int PIECES = TILE / PIECE;  // of a tile
 constexpr int EXTRA = EXTRA_POSITIONS / PIECE;
-constexpr int PAGE_PIECES = PAGE_SIZE / PIECE;  // of a page
-constexpr int SPANS = HEAD_DIM / 64;            // of 128 bytes
-constexpr int STEPS = HEAD_DIM / 16;            // of a product over a head
+constexpr int PAGE_PIECES = PAGE_SIZE / PIECE;     // of a page
+constexpr int SPANS = FP8 ? 1 : HEAD_DIM / 64;     // of 128 bytes, next to each other in a row
+constexpr int SHARING = FP8 ? 128 / HEAD_DIM : 1;  // rows in 128 bytes
+constexpr int STEPS = HEAD_DIM / 16;               // of a product over a head
 constexpr int BLOCKS_OF_16 = TILE / 16;
 constexpr int COPYING_WARPS = 3, SLOTS = 4;
 constexpr int THREADS = (WARPS + COPYING_WARPS) * 32;
-constexpr u32 ROW_BYTES = HEAD_DIM * 2;
+constexpr u32 QUERY_ROW_BYTES = HEAD_DIM * 2, ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);
 constexpr u32 PIECE_BYTES = PIECE * ROW_BYTES, TILE_BYTES = TILE * ROW_BYTES;
-constexpr u32 QUERY_BYTES = GROUP * ROW_BYTES, SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES;
+constexpr u32 SCALE_BYTES = FP8 ? TILE * 2 : 0;  // of a tile
+// A row's scale comes with its neighbours: copies are of 16 bytes.
+constexpr u32 SCALE_COPY = FP8 ? 16 : 0;
+constexpr u32 QUERY_BYTES = GROUP * QUERY_ROW_BYTES;
+constexpr u32 SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES + 2 * SCALE_COPY;
 // Of a warp's or a block's part of an output: STEPS times four floats of each lane, maxima and sums.
 constexpr int PART_FLOATS = (STEPS + 1) * 32 * 4;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
@@ -52,16 +72,17 @@ static_assert((WARPS & (WARPS - 1)) == 0, "warps take turns");
 static_assert(STAGES % WARPS == 0, "a stage belongs to one warp");
 
 struct alignas(64) Params {
-  TensorMap k, v;  // boxes: 64 columns, PIECE rows, SPANS
+  TensorMap k, v;  // boxes: 64 columns of 16 bits, PIECE / SHARING rows, SPANS
   const u16* q;    // [num_sequences][KV_HEADS][GROUP][HEAD_DIM]
   u16* output;     // the same
-  const u16 *k_cache, *v_cache;
-  const TABLE* page_table;   // [rows][table_width]
-  const LENS* context_lens;  // [num_sequences]
-  const LENS* table_rows;    // [num_sequences], or null: 0, 1, 2, ..
-  float* parts;              // [blocks][PART_FLOATS]
-  u32* flags;                // [blocks], 0
-  float factor;              // of the scores, for base 2
+  const u8 *k_cache, *v_cache;
+  const u16 *k_scales, *v_scales;  // FP8 only: [pages][KV_HEADS][PAGE_SIZE]
+  const TABLE* page_table;         // [rows][table_width]
+  const LENS* context_lens;        // [num_sequences]
+  const LENS* table_rows;          // [num_sequences], or null: 0, 1, 2, ..
+  float* parts;                    // [blocks][PART_FLOATS]
+  u32* flags;                      // [blocks], 0
+  float factor;                    // of the scores, for base 2
   int table_width, num_sequences;
 };
 
@@ -71,8 +92,10 @@ struct Shared {
   DEV Shared() : base((shared_base() + 1023) / 1024 * 1024) {}
   DEV u32 keys(int stage) const { return base + stage * TILE_BYTES; }
   DEV u32 values(int stage) const { return keys(STAGES + stage); }
-  // A segment's queries, its newest key, its newest value.
-  DEV u32 slot(int index) const { return keys(2 * STAGES) + index * SLOT_BYTES; }
+  DEV u32 key_scales(int stage) const { return keys(2 * STAGES) + stage * SCALE_BYTES; }
+  DEV u32 value_scales(int stage) const { return key_scales(STAGES + stage); }
+  // A segment's queries, its newest key, its newest value, and in FP8 what holds the scales of both.
+  DEV u32 slot(int index) const { return key_scales(2 * STAGES) + index * SLOT_BYTES; }
   DEV u32 part(int warp) const { return slot(SLOTS) + warp * PART_FLOATS * 4; }
   DEV u32 context_len(int sequence) const { return part(WARPS) + sequence * 4; }
   DEV u32 table_row(int sequence) const { return context_len(SEQUENCES + sequence); }
@@ -209,10 +232,16 @@ DEV void produce_tiles(const Params& p, const Shared& shared, int lane) {
         const u32 full = shared.full(place.index);
         const u32 target = KEYS ? shared.keys(place.index) : shared.values(place.index);
         wait(shared.empty(place.index), place.parity ^ 1);
-        arrive_expecting(full, count * PIECE_BYTES);
+        arrive_expecting(full, count * (PIECE_BYTES + SCALE_BYTES / PIECES));
 #pragma unroll
         for (int i = 0; i < PIECES; ++i)
-          if (i < count) copy_box(target + i * PIECE_BYTES, KEYS ? p.k : p.v, 0, rows[i], 0, full, policy);
+          if (i < count) {
+            copy_box(target + i * PIECE_BYTES, KEYS ? p.k : p.v, 0, rows[i] / SHARING, 0, full, policy);
+            if constexpr (FP8)
+              copy_run(
+                  (KEYS ? shared.key_scales(place.index) : shared.value_scales(place.index)) + i * PIECE * 2,
+                  (KEYS ? p.k_scales : p.v_scales) + rows[i], PIECE * 2, full);
+          }
       }
     }
     batch = next;
@@ -243,8 +272,13 @@ DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
       arrive_expecting(full, segment.has_newest() ? SLOT_BYTES : QUERY_BYTES);
       copy_run(slot, p.q + pair * (GROUP * HEAD_DIM), QUERY_BYTES, full);
       if (segment.has_newest()) {
-        copy_run(slot + QUERY_BYTES, p.k_cache + row * HEAD_DIM, ROW_BYTES, full);
-        copy_run(slot + QUERY_BYTES + ROW_BYTES, p.v_cache + row * HEAD_DIM, ROW_BYTES, full);
+        const u32 newest = slot + QUERY_BYTES;
+        copy_run(newest, p.k_cache + row * ROW_BYTES, ROW_BYTES, full);
+        copy_run(newest + ROW_BYTES, p.v_cache + row * ROW_BYTES, ROW_BYTES, full);
+        if constexpr (FP8) {
+          copy_run(newest + 2 * ROW_BYTES, p.k_scales + row / 8 * 8, SCALE_COPY, full);
+          copy_run(newest + 2 * ROW_BYTES + SCALE_COPY, p.v_scales + row / 8 * 8, SCALE_COPY, full);
+        }
       }
     }
     segment = next, page = next_page;
@@ -256,6 +290,22 @@ DEV constexpr u32 row_place(int position, int span) {
   return position / PIECE * PIECE_BYTES + span * PIECE * 128 + position % PIECE * 128;
 }
 
+// Where 16 bytes of a position's row lie in a tile.
+DEV constexpr u32 part_place(int position, int part) {
+  if (!FP8) return row_place(position, part / 8) + (part ^ position) % 8 * 16;
+  const u32 place = position * ROW_BYTES + part * 16;
+  return place ^ place / 128 % 8 * 16;
+}
+
+// BF16 numbers as FP32: the first of two, and the second.
+DEV float lower_half(u32 both) { return float_of(both << 16); }
+DEV float upper_half(u32 both) { return float_of(both & 0xffff0000u); }
+// 2 to the power of `exponent` - 127.
+DEV float power_of_2(int exponent) { return float_of((u32)exponent << 23); }
+
+// FP8's limits of exponents: with these, powers of two that undo each other are numbers.
+constexpr int LOWEST = 15, HIGHEST = 255;
+
 struct Consumer {
   const Params& p;
   const Shared& shared;
@@ -265,8 +315,12 @@ struct Consumer {
   // Of heads 2 c and 2 c + 1 for lane 4 r + c: maximum of raw scores, and this lane's part of the weights'
   // sum.
   float maximum[2], total[2];
-  // Columns 16 i + r and 16 i + 8 + r, both for these two heads.
+  // Columns 16 i + r and 16 i + 8 + r (FP8: 16 i + 2 r and the next), both for these two heads.
   float output[STEPS][4];
+  // FP8. Of these heads' queries: p.factor, and what their scale takes back. unit: outputs are multiples of
+  // 2^(unit - 127 - 14), a weight of 1 at a scale of 2^(unit - 127) is 2^14.
+  float factors[2];
+  int unit;
 
   DEV Consumer(const Params& p, const Shared& shared, int warp, int lane)
       : p(p), shared(shared), warp(warp), lane(lane) {}
@@ -277,16 +331,51 @@ struct Consumer {
     if (lane == 0) arrive(barrier);
   }
 
-  DEV void begin(u32 slot) {
+  DEV float factor(int head) const { return FP8 ? factors[head] : p.factor; }
+
+  DEV void load_queries(u32 slot) {
 #pragma unroll
     for (int step = 0; step < STEPS; step += 2) {
       u32 blocks[4];
       // Heads that are not there compute what head 0 does, and nobody reads it.
       const int head = lane % 8 < GROUP ? lane % 8 : 0;
-      load_blocks(blocks, slot + head * ROW_BYTES + step * 32 + lane / 8 * 16);
+      load_blocks(blocks, slot + head * QUERY_ROW_BYTES + step * 32 + lane / 8 * 16);
       queries[step][0] = blocks[0], queries[step][1] = blocks[1];
       queries[step + 1][0] = blocks[2], queries[step + 1][1] = blocks[3];
     }
+  }
+
+  // Lane 4 r + c: dimensions 4 c to 4 c + 3 of each 16 of head r, in FP16.
+  DEV void load_scaled_queries(u32 slot) {
+    const int head = lane / 4 < GROUP ? lane / 4 : 0;
+    u32 largest = 0;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      load_shared_words(queries[step], slot + head * QUERY_ROW_BYTES + step * 32 + lane % 4 * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) largest = max_of_halves(largest, queries[step][i] & 0x7fff7fffu);
+    }
+    int exponent = max((int)(largest & 0xffff), (int)(largest >> 16)) >> 7;
+    exponent = max(exponent, exchange(exponent, 1));
+    exponent = max(max(exponent, exchange(exponent, 2)), LOWEST);
+    const float scale = power_of_2(127 + 127 + 14 - exponent);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 both = queries[step][i];
+        queries[step][i] = pack(lower_half(both) * scale, upper_half(both) * scale);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      factors[i] = p.factor * power_of_2((int)broadcast(exponent, (lane % 4 * 2 + i) * 4) - 14);
+  }
+
+  DEV void begin(u32 slot) {
+    if constexpr (FP8)
+      load_scaled_queries(slot), unit = LOWEST;
+    else
+      load_queries(slot);
     maximum[0] = maximum[1] = NEG_INF;
     total[0] = total[1] = 0;
 #pragma unroll
@@ -296,22 +385,29 @@ struct Consumer {
   }
 
   // Zeros for the values from position `valid` on: weight 0 times NaN would be NaN.
-  DEV void clear_values(u32 values, int valid) {
-    for (int i = lane; i < (TILE - valid) * SPANS * 8; i += 32)
-      store_shared_zeros(values + row_place(valid + i / (SPANS * 8), i / 8 % SPANS) + i % 8 * 16);
+  DEV void clear_values(int stage, int valid) {
+    constexpr int PARTS = ROW_BYTES / 16;
+    for (int i = lane; i < (TILE - valid) * PARTS; i += 32)
+      store_shared_zeros(shared.values(stage) + part_place(valid + i / PARTS, i % PARTS));
+    if constexpr (FP8)
+      for (int i = valid + lane; i < TILE; i += 32) store_shared_half(shared.value_scales(stage) + i * 2, 0);
   }
 
   // The newest token's key and value, which may have been written after they were copied.
-  DEV void put_newest(u32 keys, u32 values, int position, u32 newest) {
-    constexpr int PARTS = HEAD_DIM / 8;
+  DEV void put_newest(int stage, int position, u32 newest, int context_len) {
+    constexpr int PARTS = ROW_BYTES / 16;
     if (lane < 2 * PARTS) {
-      const int part = lane % PARTS;
+      const u32 tile = lane < PARTS ? shared.keys(stage) : shared.values(stage);
       float words[4];
       load_shared_floats(words, newest + lane * 16);
-      store_shared_floats(
-          (lane < PARTS ? keys : values) + row_place(position, part / 8) + ((part ^ position) % 8) * 16,
-          words);
+      store_shared_floats(tile + part_place(position, lane % PARTS), words);
     }
+    if constexpr (FP8)
+      if (lane < 2) {
+        const u32 scales = lane ? shared.value_scales(stage) : shared.key_scales(stage);
+        const u32 own = newest + 2 * ROW_BYTES + lane * SCALE_COPY + (context_len - 1) % 8 * 2;
+        store_shared_half(scales + position * 2, load_shared_half(own));
+      }
   }
 
   DEV void score(float (&scores)[BLOCKS_OF_16][4], u32 keys) {
@@ -329,9 +425,75 @@ struct Consumer {
     }
   }
 
-  // Scores become weights, and what was summed before shrinks. MASKED: only `valid` positions are there.
+  DEV void score_codes(float (&scores)[BLOCKS_OF_16][4], u32 keys) {
+    const u32 own = keys + part_place(lane % 16, lane / 16);
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0;
+#pragma unroll
+      for (int step = 0; step < STEPS; step += 2) {
+        u32 codes[4];
+        load_blocks(codes, (own ^ step * 16) + i * 16 * ROW_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          u32 blocks[4];
+          unpack_codes(blocks[0], blocks[2], codes[half * 2]);
+          unpack_codes(blocks[1], blocks[3], codes[half * 2 + 1]);
+          multiply_blocks(scores[i], blocks, queries[step + half][0], queries[step + half][1]);
+        }
+      }
+    }
+  }
+
+  // BF16 scales of positions 16 i + r and 16 i + 8 + r: transposed, a block's rows 2 c and 2 c + 1 are these
+  // 8 positions and those.
+  DEV void load_scales(u32 (&scales)[BLOCKS_OF_16], u32 place) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; i += 4) {
+      u32 blocks[4];
+      const int block = min(i + lane / 8, BLOCKS_OF_16 - 1);
+      load_blocks_transposed(blocks, place + block * 32 + lane % 2 * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i + j < BLOCKS_OF_16) scales[i + j] = blocks[j];
+    }
+  }
+
+  // Both heads' numbers at each position, times a scale.
+  DEV void multiply_scales(float (&numbers)[BLOCKS_OF_16][4], const u32 (&scales)[BLOCKS_OF_16], float by) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; ++i) {
+      const float upper = lower_half(scales[i]) * by, lower = upper_half(scales[i]) * by;
+      numbers[i][0] *= upper, numbers[i][1] *= upper;
+      numbers[i][2] *= lower, numbers[i][3] *= lower;
+    }
+  }
+
+  // Let outputs have a unit that these scales fit. Returns what that multiplies those so far with.
+  DEV float raise_unit(const u32 (&scales)[BLOCKS_OF_16]) {
+    u32 largest = scales[0];
+#pragma unroll
+    for (int i = 1; i < BLOCKS_OF_16; ++i) largest = max_of_halves(largest, scales[i]);
+    largest = max_of_lanes(max((int)(largest & 0xffff), (int)(largest >> 16)));
+    const int last = unit;
+    // NaN may have a sign.
+    unit = max(unit, min((int)(largest >> 7), HIGHEST));
+    return power_of_2(max(127 + last - unit, 0));
+  }
+
+  // Of a segment: outputs without a unit.
+  DEV void drop_unit() {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] *= power_of_2(unit - 14);
+  }
+
+  // Scores become weights, and what was summed before shrinks, outputs by `rescale`, too. MASKED: only
+  // `valid` positions are there.
   template <bool MASKED>
-  DEV void weigh(float (&scores)[BLOCKS_OF_16][4], int valid) {
+  DEV void weigh(float (&scores)[BLOCKS_OF_16][4], int valid, float rescale) {
     if constexpr (MASKED)
 #pragma unroll
       for (int i = 0; i < BLOCKS_OF_16; ++i)
@@ -350,8 +512,8 @@ struct Consumer {
       for (int bit = 4; bit < 32; bit *= 2) highest = max(highest, exchange(highest, bit));
       // There is a position in every tile, so this is finite unless a score is not.
       highest = max(highest, maximum[head]);
-      const float base = highest * p.factor;
-      shrink[head] = exp2_fast(multiply_add(maximum[head], p.factor, -base));
+      const float base = highest * factor(head);
+      shrink[head] = exp2_fast(multiply_add(maximum[head], factor(head), -base));
       maximum[head] = highest;
       float sums[2] = {0, 0};
 #pragma unroll
@@ -359,10 +521,11 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& score = scores[i][half * 2 + head];
-          score = exp2_fast(multiply_add(score, p.factor, -base));
+          score = exp2_fast(multiply_add(score, factor(head), -base));
           sums[half] += score;
         }
       total[head] = multiply_add(total[head], shrink[head], sums[0] + sums[1]);
+      if constexpr (FP8) shrink[head] *= rescale;
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
@@ -385,12 +548,45 @@ struct Consumer {
     }
   }
 
+  DEV void add_value_codes(const float (&weights)[BLOCKS_OF_16][4], u32 values) {
+    const u32 own = values + part_place(lane % 16, lane / 16);
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_16; ++i) {
+      const u32 upper = transpose(pack(weights[i][0], weights[i][1]));
+      const u32 lower = transpose(pack(weights[i][2], weights[i][3]));
+#pragma unroll
+      for (int step = 0; step < STEPS; step += 2) {
+        u32 codes[4];
+        load_blocks_transposed(codes, (own ^ step * 16) + i * 16 * ROW_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          u32 blocks[4];
+          unpack_codes(blocks[0], blocks[1], swap_middle_bytes(codes[half * 2]));
+          unpack_codes(blocks[2], blocks[3], swap_middle_bytes(codes[half * 2 + 1]));
+          multiply_blocks(output[step + half], blocks, upper, lower);
+        }
+      }
+    }
+  }
+
   template <bool MASKED>
   DEV void add_tile(int stage, int valid) {
     float scores[BLOCKS_OF_16][4];
-    score(scores, shared.keys(stage));
-    weigh<MASKED>(scores, valid);
-    add_values(scores, shared.values(stage));
+    if constexpr (FP8) {
+      u32 scales[BLOCKS_OF_16];
+      load_scales(scales, shared.key_scales(stage));
+      score_codes(scores, shared.keys(stage));
+      multiply_scales(scores, scales, 1);
+      load_scales(scales, shared.value_scales(stage));
+      const float rescale = raise_unit(scales);
+      weigh<MASKED>(scores, valid, rescale);
+      multiply_scales(scores, scales, power_of_2(127 + 127 + 14 - unit));
+      add_value_codes(scores, shared.values(stage));
+    } else {
+      score(scores, shared.keys(stage));
+      weigh<MASKED>(scores, valid, 1);
+      add_values(scores, shared.values(stage));
+    }
   }
 
   // One tile of the segment whose first position is `start`. slot: the segment's.
@@ -402,9 +598,8 @@ struct Consumer {
     if (valid > TILE || (valid == TILE && !segment.has_newest())) {
       add_tile<false>(stage, TILE);
     } else {
-      clear_values(shared.values(stage), valid);
-      if (segment.has_newest())
-        put_newest(shared.keys(stage), shared.values(stage), valid - 1, slot + QUERY_BYTES);
+      clear_values(stage, valid);
+      if (segment.has_newest()) put_newest(stage, valid - 1, slot + QUERY_BYTES, segment.context_len);
       fence_shared();
       warp_sync();
       add_tile<true>(stage, valid);
@@ -432,9 +627,9 @@ struct Consumer {
     load(STEPS, sums);
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
-      const float base = max(maximum[head], sums[head]) * p.factor;
-      own[head] = exp2_fast(multiply_add(maximum[head], p.factor, -base));
-      others[head] = exp2_fast(multiply_add(sums[head], p.factor, -base));
+      const float base = max(maximum[head], sums[head]) * factor(head);
+      own[head] = exp2_fast(multiply_add(maximum[head], factor(head), -base));
+      others[head] = exp2_fast(multiply_add(sums[head], factor(head), -base));
       maximum[head] = max(maximum[head], sums[head]);
       total[head] = multiply_add(total[head], own[head], sums[2 + head] * others[head]);
     }
@@ -458,12 +653,15 @@ struct Consumer {
       inverse[head] = reciprocal(sum);
     }
     const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
-    u16* row = p.output + (pair * GROUP + lane / 4) * HEAD_DIM + lane % 4 * 2;
+    u16* row = p.output + (pair * GROUP + lane / 4) * HEAD_DIM + lane % 4 * (FP8 ? 4 : 2);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      const u32 left = transpose(pack(output[i][0] * inverse[0], output[i][1] * inverse[1]));
-      const u32 right = transpose(pack(output[i][2] * inverse[0], output[i][3] * inverse[1]));
-      if (lane / 4 < GROUP) store_word(row + i * 16, left), store_word(row + i * 16 + 8, right);
+      const u32 left = transpose(pack_bf16(output[i][0] * inverse[0], output[i][1] * inverse[1]));
+      const u32 right = transpose(pack_bf16(output[i][2] * inverse[0], output[i][3] * inverse[1]));
+      // FP8: left has the even ones of four columns, right the odd ones.
+      const u32 first = FP8 ? (left & 0xffff) | right << 16 : left;
+      const u32 second = FP8 ? left >> 16 | (right & 0xffff0000u) : right;
+      if (lane / 4 < GROUP) store_word(row + i * 16, first), store_word(row + i * 16 + (FP8 ? 2 : 8), second);
     }
   }
 
@@ -505,6 +703,7 @@ struct Consumer {
         begin(slot);
         for (int i = first; i < tiles; i += WARPS)
           take_tile(segment, number + i, segment.begin * PIECE + i * TILE, slot);
+        if constexpr (FP8) drop_unit();
         if (warp != last) {
           wait(shared.part_empty(warp), (given++ & 1) ^ 1);
           save_part(shared.part(warp));

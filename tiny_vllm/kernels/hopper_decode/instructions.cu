@@ -56,6 +56,37 @@ DEV void multiply_blocks(float (&d)[4], const u32 (&a)[4], u32 upper, u32 lower)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(upper), "r"(lower));
 }
 
+// Two values rounded to BF16, the first in the low half.
+DEV u32 pack_bf16(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+// Four e4m3 numbers as FP16, which holds them all: the lower two, the upper two.
+DEV void unpack_codes(u32& low, u32& high, u32 codes) {
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+DEV u32 swap_middle_bytes(u32 word) { return __byte_perm(word, 0, 0x3120); }
+DEV u32 max_of_halves(u32 a, u32 b) { return __vmaxu2(a, b); }
+DEV u32 max_of_lanes(u32 value) { return __reduce_max_sync(~0u, value); }
+DEV float float_of(u32 bits) { return __uint_as_float(bits); }
+
+DEV void store_shared_half(u32 address, u32 half) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)half) : "memory");
+}
+DEV u32 load_shared_half(u32 address) {
+  u16 half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
+DEV void load_shared_words(u32 (&words)[2], u32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
 DEV void store_shared_floats(u32 address, const float (&values)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
                "f"(values[2]), "f"(values[3])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_funct
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
-from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
 from tiny_vllm.kernels.hopper_prefill.launch import (
     INTEGERS,
     LOG2_E,
@@ -36,6 +37,7 @@ MIN_SEQUENCES = 16
 # Their lengths and rows lie in shared memory.
 MAX_SEQUENCES = 512
 MAX_GROUP = 8
+SPAN_BYTES = SPAN * 2
 COPYING_WARPS, SLOTS = 3, 4
 
 
@@ -55,11 +57,18 @@ class Variant:
 # By head size. Two blocks are up to 4 % faster with heads of 64; with heads of 128 1 to 10 % slower, except
 # with many rows of padding. Such a row, a context of one token, costs as much as some hundred tokens.
 VARIANTS = {64: Variant(tile=64, stages=4, blocks=2, extra=64), 128: Variant(tile=32, extra=48)}
+# Of FP8: what a pair costs is the time of twice as many positions, and a byte takes more than twice as many
+# instructions, so there are eight warps with heads of 128, too. Tiles of 128 spill with two blocks.
+FP8_VARIANTS = {
+    64: Variant(tile=64, stages=8, blocks=2, extra=128),
+    128: Variant(tile=64, stages=8, warps=8, extra=96),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernel is compiled for. table, lens: types of the integer arguments."""
+    """What the kernel is compiled for. table, lens: types of the integer arguments. is_fp8: caches are
+    Fp8Cache."""
 
     head_dim: int
     group: int
@@ -67,6 +76,16 @@ class Shape:
     page_size: int
     table: torch.dtype
     lens: torch.dtype
+    is_fp8: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        return (FP8_VARIANTS if self.is_fp8 else VARIANTS)[self.head_dim]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key or value."""
+        return self.head_dim if self.is_fp8 else self.head_dim * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +108,21 @@ class Params(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("q", "output", "k_cache", "v_cache", "page_table", "context_lens", "table_rows"),
-                *("parts", "flags"),
+                *("q", "output", "k_cache", "v_cache", "k_scales", "v_scales"),
+                *("page_table", "context_lens", "table_rows", "parts", "flags"),
             )
         ),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("table_width", "num_sequences")),
         # The device's structure is as large as its alignment asks.
-        ("rest", ctypes.c_char * 44),
+        ("rest", ctypes.c_char * 28),
     )
 
 
 def obstacle(
     num_heads: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     table_rows: Tensor,
@@ -129,13 +148,20 @@ def obstacle(
         return "lengths and rows of the table are of two types"
     if not scale > 0:
         return f"the scale {scale} is not positive"
-    if k_cache.numel() // head_dim >= 2**31:
+    if k_cache.shape.numel() // head_dim >= 2**31:
         return "the cache has 2^31 rows or more"
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and page_table.stride(1) == 1):
+    if isinstance(k_cache, Fp8Cache) != isinstance(v_cache, Fp8Cache):
+        return "one cache is in FP8"
+    tensors = [*_tensors_of(k_cache), *_tensors_of(v_cache)]
+    if not (all(tensor.is_contiguous() for tensor in tensors) and page_table.stride(1) == 1):
         return "a cache or table is not contiguous"
-    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+    if any(tensor.data_ptr() % 16 for tensor in tensors):
         return "an address is no multiple of 16"
     return None
+
+
+def _tensors_of(cache: Cache) -> list[Tensor]:
+    return [cache.codes, cache.scales] if isinstance(cache, Fp8Cache) else [cache]
 
 
 def source() -> str:
@@ -153,7 +179,8 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "GROUP": shape.group,
         "KV_HEADS": shape.num_kv_heads,
         "PAGE_SIZE": shape.page_size,
-        "HALF": 0,
+        "FP8": int(shape.is_fp8),
+        "HALF": int(shape.is_fp8),
         "TILE": variant.tile,
         "STAGES": variant.stages,
         "WARPS": variant.warps,
@@ -176,11 +203,11 @@ def part_floats(head_dim: int) -> int:
 
 
 def shared_bytes(shape: Shape, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, tiles, slots, parts, lengths and rows,
-    barriers."""
-    row = shape.head_dim * 2
-    tiles = 2 * variant.stages * variant.tile * row
-    slots = SLOTS * (shape.group + 2) * row
+    """Dynamic shared memory of a block: what aligns it, tiles and scales, slots, parts, lengths and
+    rows, barriers."""
+    scale, scale_copy = (2, 16) if shape.is_fp8 else (0, 0)
+    tiles = 2 * variant.stages * variant.tile * (shape.row_bytes + scale)
+    slots = SLOTS * (shape.group * shape.head_dim * 2 + 2 * (shape.row_bytes + scale_copy))
     parts = variant.warps * part_floats(shape.head_dim) * 4
     barriers = 2 * variant.stages + 3 * SLOTS + variant.warps
     return 1024 + tiles + slots + parts + MAX_SEQUENCES * 8 + barriers * 8
@@ -190,10 +217,11 @@ def num_blocks(variant: Variant, device: torch.device) -> int:
     return count_multiprocessors(device) * variant.blocks
 
 
-def make_workspace(k_cache: Tensor, variant: Variant | None = None, *, is_ready: bool) -> Workspace:
+def make_workspace(k_cache: Cache, variant: Variant | None = None, *, is_ready: bool) -> Workspace:
     """is_ready: flags are 0; otherwise that is left to a kernel before."""
-    head_dim, device = k_cache.shape[3], k_cache.device
-    blocks = num_blocks(variant or VARIANTS[head_dim], device)
+    head_dim, device = k_cache.shape[3], cache_tensors(k_cache)[0].device
+    variants = FP8_VARIANTS if isinstance(k_cache, Fp8Cache) else VARIANTS
+    blocks = num_blocks(variant or variants[head_dim], device)
     parts = torch.empty(blocks, part_floats(head_dim), dtype=torch.float32, device=device)
     make = torch.zeros if is_ready else torch.empty
     return Workspace(parts, make(blocks, dtype=torch.int32, device=device))
@@ -220,10 +248,10 @@ def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunct
         return None
 
 
-def shape_of(num_heads: int, k_cache: Tensor, page_table: Tensor, context_lens: Tensor) -> Shape:
+def shape_of(num_heads: int, k_cache: Cache, page_table: Tensor, context_lens: Tensor) -> Shape:
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    group = num_heads // num_kv_heads
-    return Shape(head_dim, group, num_kv_heads, page_size, page_table.dtype, context_lens.dtype)
+    group, is_fp8 = num_heads // num_kv_heads, isinstance(k_cache, Fp8Cache)
+    return Shape(head_dim, group, num_kv_heads, page_size, page_table.dtype, context_lens.dtype, is_fp8)
 
 
 def takes(
@@ -236,22 +264,24 @@ def takes(
     scale: float,
 ) -> bool:
     """Whether the engine should have `attend` take a batch of these, with whole contexts and plain scores."""
-    if not (TAKES_HOPPER_DECODE and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+    device = page_table.device
+    if not (TAKES_HOPPER_DECODE and is_hopper(device)):
         return False
     tensors = k_cache, v_cache, page_table, context_lens
-    if not is_hopper(k_cache.device) or obstacle(num_heads, *tensors, table_rows, scale) is not None:
+    if obstacle(num_heads, *tensors, table_rows, scale) is not None:
         return False
     shape = shape_of(num_heads, k_cache, page_table, context_lens)
-    return _compiled(shape, VARIANTS[shape.head_dim], k_cache.device) is not None
+    return _compiled(shape, shape.variant, device) is not None
 
 
 @functools.lru_cache(maxsize=1024)
-def _page_map(encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], piece: int) -> bytes:
-    """shape: of a cache. Boxes are pieces of pages, the spans of a head behind each other."""
-    num_pages, num_kv_heads, page_size, head_dim = shape
-    rows, spans, row = num_pages * num_kv_heads * page_size, head_dim // SPAN, head_dim * dtype.itemsize
-    sizes, steps = (SPAN, rows, spans), (row, SPAN * dtype.itemsize)
-    return encode(BoxedTensor(address, dtype, sizes, steps, (SPAN, piece, spans)))
+def _page_map(encode: Encode, address: int, row_bytes: int, num_rows: int, piece: int) -> bytes:
+    """Of a cache's rows. Boxes are pieces of pages: the spans of 128 bytes of a row behind each other, or
+    several rows in a span. Values are moved as they are, so they may as well be called BF16."""
+    sharing = max(SPAN_BYTES // row_bytes, 1)
+    spans = sharing * row_bytes // SPAN_BYTES
+    sizes, steps = (SPAN, num_rows // sharing, spans), (sharing * row_bytes, SPAN_BYTES)
+    return encode(BoxedTensor(address, torch.bfloat16, sizes, steps, (SPAN, piece // sharing, spans)))
 
 
 def piece_of(page_size: int, variant: Variant) -> int:
@@ -262,8 +292,8 @@ def piece_of(page_size: int, variant: Variant) -> int:
 def make_params(
     output: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     table_rows: Tensor | None,
@@ -273,15 +303,17 @@ def make_params(
     encode: Encode = encode_tensor_map,
 ) -> Params:
     """The kernel's argument. encode: makes a tensor map."""
-    piece = piece_of(k_cache.shape[2], variant)
-    maps = b"".join(
-        _page_map(encode, cache.data_ptr(), cache.dtype, cache.shape, piece) for cache in (k_cache, v_cache)
-    )
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
+    *rows, head_dim = k_cache.shape
+    sizes = head_dim * k_values.itemsize, math.prod(rows), piece_of(k_cache.shape[2], variant)
+    maps = b"".join(_page_map(encode, values.data_ptr(), *sizes) for values in (k_values, v_values))
     params = Params(
         q=q.data_ptr(),
         output=output.data_ptr(),
-        k_cache=k_cache.data_ptr(),
-        v_cache=v_cache.data_ptr(),
+        k_cache=k_values.data_ptr(),
+        v_cache=v_values.data_ptr(),
+        k_scales=None if k_scales is None else k_scales.data_ptr(),
+        v_scales=None if v_scales is None else v_scales.data_ptr(),
         page_table=page_table.data_ptr(),
         context_lens=context_lens.data_ptr(),
         table_rows=None if table_rows is None else table_rows.data_ptr(),
@@ -298,8 +330,8 @@ def make_params(
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     context_lens: Tensor,
     scale: float,
@@ -316,9 +348,8 @@ def attend(
     q and output contiguous, on a Hopper GPU, with no `obstacle`. workspace: of `make_workspace`, its flags 0
     when the preceding kernel is complete; by default one that is filled with zeros here, which pdl cannot
     overlap. variant: for measurements."""
-    _, _, _, head_dim = k_cache.shape
     shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
-    variant = variant or VARIANTS[head_dim]
+    variant = variant or shape.variant
     function = _compiled(shape, variant, q.device)
     if function is None:
         return None

@@ -32,6 +32,9 @@ DEV void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 bar
       "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1))
       : "memory");
 }
+// All of a thread's arrivals before the one are seen behind the other, by all blocks of the cluster.
+DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // A box from shared memory into a tensor; what lies beyond the tensor's end is left out.
 DEV void store_box(const TensorMap& map, int x, int y, u32 source) {
@@ -77,4 +80,7 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
         REGISTERS_8(d, 80), REGISTERS_8(d, 88), REGISTERS_8(d, 96), REGISTERS_8(d, 104), REGISTERS_8(d, 112),
         REGISTERS_8(d, 120)
       : "l"(a), "l"(b), "r"(accumulate));
+}
+DEV void store_two_floats(float* place, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
 }

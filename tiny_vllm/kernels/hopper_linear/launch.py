@@ -63,7 +63,8 @@ def obstacle(x: Tensor, weight: Tensor) -> str | None:
 
 def source() -> str:
     folders = Path(hopper_prefill.__file__).parent, Path(__file__).parent
-    files = *(folder / "instructions.cu" for folder in folders), folders[1] / "gated_product.cu"
+    names = "silu.cu", "gated_product.cu"
+    files = *(folder / "instructions.cu" for folder in folders), *(folders[1] / name for name in names)
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
 

@@ -2,7 +2,8 @@
 
     last tokens of 1 to 8 slots -> next tokens, written to the slot tables;  or their logits
 
-`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens. Formulas are
+`tape.cu` describes the kernel, `experts.cu` what it does for a mixture of experts, with one slot. It is
+compiled for the model's shape, once per bucket of tokens. Formulas are
 those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32 accumulation; the residual
 stays in FP32. A step reads every weight once: its time is that of reading the tape and the K/V of the
 contexts, plus what the exchanges between blocks cost beyond what the ring hides.
@@ -35,8 +36,10 @@ from tiny_vllm.kernels.weight_tape.layout import (
     defines,
     exchange_words,
     plan_block,
+    splits,
 )
 
+HERE = Path(__file__).parent
 NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
 # A wait of this long inside the kernel ends it with an error.
@@ -45,6 +48,12 @@ WATCHDOG_SECONDS = 4
 MAX_EPOCHS = 2**31
 # Contexts shorter than this are gone through by every block of a (token, KV head) pair.
 DIRECT_LIMIT = 512
+# Keys and values of contexts of which a block has at least so many tokens come through the ring, which keeps
+# memory streaming, with so many chunks in flight.
+KV_STREAM_SHARE = 128
+KV_WINDOW = WINDOW
+# Not of contexts longer than so many times a step's average.
+KV_SKEW = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,9 @@ class TapeModel:
     tape: see `pack`. norms [2 * layers + 1, hidden] BF16: input and post-attention norm of each layer,
     final norm. qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has
     them. embedding [vocab, hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages,
-    kv_heads, page_size, head_dim] BF16.
+    kv_heads, page_size, head_dim] BF16. routers [layers, experts, hidden] BF16, and experts: each layer's
+    gate_up [experts, 2 * expert_size, hidden], rows of gate first, and down [experts, hidden, expert_size]
+    BF16, which are read in place.
     """
 
     layout: TapeLayout
@@ -68,6 +79,8 @@ class TapeModel:
     scale: float
     qk_norms: Tensor | None = None
     qkv_bias: Tensor | None = None
+    routers: Tensor | None = None
+    experts: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 class _Params(ctypes.Structure):
@@ -88,19 +101,30 @@ class _Params(ctypes.Structure):
         ),
         ("tokens", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_width", "num_pages", "num_slots")),
+        *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
+        *((name, ctypes.c_void_p) for name in ("routers", "experts")),
     )
 
 
 def source() -> str:
-    return (Path(__file__).parent / "tape.cu").read_text(encoding="utf-8")
+    text = (HERE / "tape.cu").read_text(encoding="utf-8")
+    for name in ("kv_stream.cu", "experts.cu"):
+        text = text.replace(f'#include "{name}"\n', (HERE / name).read_text(encoding="utf-8"))
+    return text
 
 
 def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
-    """What `tape.cu` is compiled with for one bucket of tokens."""
+    """What the source is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
-    return {**defines(layout, tokens), **noise, "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull"}
+    return {
+        **defines(layout, tokens),
+        **noise,
+        "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
+        "KV_STREAM": 1,
+        "KV_SKEW": KV_SKEW,
+    }
 
 
 @functools.cache
@@ -135,6 +159,7 @@ class TapeStep:
         self._exchange = torch.empty(exchange_words(shape, tokens), dtype=torch.int32, device=device)
         self._epochs = torch.empty(NUM_BLOCKS, dtype=torch.int32, device=device)
         self._num_layers = shape.num_layers
+        self._kv_stream_limit = KV_STREAM_SHARE * splits(shape, tokens)
         self._clear_exchange()
         self._kept = (model, state, temperature)
 
@@ -142,6 +167,9 @@ class TapeStep:
             assert tensor is None or (tensor.is_contiguous() and tensor.device == device)
             return None if tensor is None else tensor.data_ptr()
 
+        # Where each layer's experts are.
+        places = [[address(matrix) for matrix in layer] for layer in model.experts]
+        self._experts = torch.tensor(places, dtype=torch.int64, device=device) if places else None
         tables = (state.computed_len, state.last_token, state.sample_position, state.stream, state.page_table)
         for table in tables:
             assert table.dtype == torch.int64
@@ -166,18 +194,34 @@ class TapeStep:
             table_width=state.page_table.stride(0),
             num_pages=model.k_cache.shape[1],
             num_slots=temperature.shape[0],
+            kv_stream_limit=self._kv_stream_limit,
+            kv_window=KV_WINDOW,
             eps=model.rms_norm_eps,
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
             direct_limit=DIRECT_LIMIT,
+            routers=address(model.routers),
+            experts=address(self._experts),
         )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True
         )
 
-    def set_tuning(self, *, window: int = WINDOW, direct_limit: int = DIRECT_LIMIT) -> None:
-        """For measurements: chunks in flight per block, and contexts that are not split, in tokens."""
+    def set_tuning(
+        self,
+        *,
+        window: int = WINDOW,
+        direct_limit: int = DIRECT_LIMIT,
+        kv_stream_limit: int | None = None,
+        kv_window: int = KV_WINDOW,
+    ) -> None:
+        """For measurements. window: chunks in flight per block; kv_window: while keys and values come through
+        the ring. direct_limit: contexts from which on they are split, in tokens; kv_stream_limit: from which
+        on their keys and values come through the ring, None for the usual one."""
+        if kv_stream_limit is None:
+            kv_stream_limit = self._kv_stream_limit
         self.parameters.window, self.parameters.direct_limit = window, direct_limit
+        self.parameters.kv_stream_limit, self.parameters.kv_window = kv_stream_limit, kv_window
 
     def draw(self, tokens: Tensor, *, stores_logits: bool = False) -> None:
         """Enqueue a step of `slots`: next tokens into the slot tables and `tokens`. stores_logits: the

@@ -27,11 +27,12 @@
 // Attention. (Token, KV head) pairs are spread evenly over the blocks. In a short context every block of a
 // pair goes through all of it and keeps a part of the outputs; in a long one each takes a share of the
 // context, and one more exchange combines. Scores and values are tensor-core products whose registers come
-// straight from the pages.
+// straight from the pages or, in a longer one, through the ring: kv_stream.cu.
 //
 // Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
 // instead of a hang.
-// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py.
+// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu computes
+// what follows a layer's output projection.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -47,17 +48,20 @@ constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
 // Whether a thread that waits for several pieces of a vector asks for all of them again: with fewer tokens a
 // thread has one or two, and the next is there when the first is.
-constexpr bool ASKS_TOGETHER = TOKENS > 4;
+constexpr bool ASKS_TOGETHER = TOKENS > 4 || EXPERTS;
 constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
+// HELD: first chunks of a layer's QKV that have stages of their own, behind those of the ring.
+constexpr int ALL_STAGES = STAGES + HELD;
 
 // A phase's matrix as this block sees it. BY_UNIT: chunks go unit by unit; otherwise columns first.
-template <int UNITS_, int KB_, int CK_, bool BY_UNIT_>
+template <int UNITS_, int KB_, int CK_, bool BY_UNIT_, int HELD_ = 0>
 struct Matrix {
   static constexpr int UNITS = UNITS_, KB = KB_, CK = CK_, CHUNKS = UNITS * KB, BLOCKS = CK / 256,
                        BYTES = CK * 16;
   static constexpr bool BY_UNIT = BY_UNIT_;
+  static constexpr int HELD_CHUNKS = HELD_;
   static constexpr int SLICES = BY_UNIT ? KB * 4 : 16;    // partial sums per row
   static constexpr int STRIDE = SLICES * TOKENS * 8 + 8;  // floats per unit; the 8 spread the banks
   static constexpr int FITTING = PART_FLOATS / STRIDE;
@@ -66,7 +70,7 @@ struct Matrix {
   static_assert(CK % 256 == 0 && BYTES <= CHUNK_BYTES, "chunk");
   static_assert(ROUND > 0, "partial sums do not fit");
 };
-using Qkv = Matrix<QKV_UNITS, QKV_KB, QKV_CK, true>;
+using Qkv = Matrix<QKV_UNITS, QKV_KB, QKV_CK, true, HELD>;
 using Out = Matrix<OUT_UNITS, OUT_KB, OUT_CK, true>;
 using Up = Matrix<UP_UNITS, UP_KB, UP_CK, true>;
 using Down = Matrix<DOWN_UNITS, DOWN_KB, DOWN_CK, false>;
@@ -99,7 +103,8 @@ constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
               X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
               VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
-              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
+              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_LOGITS = X_BEST + 4 * TOKENS * CTAS,
+              X_END = X_LOGITS + LOGIT_WORDS * TOKENS * EXPERTS;
 static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
 constexpr u32 EMPTY = 0xffffu;
 
@@ -121,8 +126,11 @@ struct Params {
   float* logits;  // [TOKENS][VOCAB] or null
   i64* tokens;    // by row, none for padding; -1 where the logits are not finite; may be the host's memory
   i64 table_width, num_pages, num_slots;
+  int kv_stream_limit, kv_window;        // see kv_stream.cu
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
+  const u16* routers;                    // bf16 [LAYERS][EXPERTS][HIDDEN]
+  const u64* experts;                    // addresses [LAYERS][2]: of gate and up, and of down
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -315,6 +323,13 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
       float best_value[TOKENS * 16];
       u32 best_id[TOKENS * 16];
     };
+#if EXPERTS
+    struct {  // from a layer's router to the end of its down
+      float router_sums[ROUTER_ROWS * NORM_WARPS];
+      int picks[PICKS];
+      float pick_weights[PICKS];
+    };
+#endif
   };
   float cos_sin[HEAD_DIM];
   float residual[TOKENS * OWN_ROWS];
@@ -323,13 +338,21 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
   int first_page[16];  // per warp, of its first tile in attention
   u32 key[TOKENS * 2];
   float temperature[TOKENS];
-  alignas(8) u64 full[STAGES], empty[STAGES];
+  u32 kv_index;         // in the ring, of a layer's first chunk of keys and values
+  alignas(8) u64 full[ALL_STAGES], empty[ALL_STAGES];
 };
 static_assert(sizeof(Shared) <= SMALL_BYTES, "layout.py counts too little");
 constexpr int Q_STRIDE = HEAD_DIM + 32;
 constexpr int XS_STRIDE = XS_COLUMNS * 2 + 64;  // bytes per token; the 64 spread the banks
 
 // ---------------------------------------------------------------- producer
+
+// A policy for copies: what they read is not read again.
+DEV u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 
 struct Producer {
   const Params& p;
@@ -338,22 +361,35 @@ struct Producer {
   u64 policy;
   int cta;
 
-  template <class M>
+  template <class M, int FIRST = 0>
   DEV void stream() {
+    // The other lanes of the warp only count.
+    if (KV_STREAM && (threadIdx.x & 31) != 0) {
+      index += M::CHUNKS - FIRST;
+      return;
+    }
 #pragma unroll 1
-    for (int c = 0; c < M::CHUNKS; c++, index++) {
+    for (int c = FIRST; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
-      if (index >= STAGES) barrier_wait(empty + 8 * stage, ((index / STAGES) & 1) ^ 1);
-      // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
-      const u32 window = p.window;
-      if (index >= window) {
-        const u32 q = index - window;
-        barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
-      }
-      barrier_expect(full + 8 * stage, M::BYTES);
+      claim(p.window, M::BYTES);
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
       source += (i64)CTAS * M::BYTES;
     }
+  }
+
+  DEV void await_stage() {
+    if (index >= STAGES) barrier_wait(empty + 8 * (index % STAGES), ((index / STAGES) & 1) ^ 1);
+  }
+
+  // Waits until the next stage is free and few enough copies are in flight, and announces its bytes.
+  DEV void claim(u32 window, u32 bytes) {
+    await_stage();
+    // A deeper queue only delays the exchange and makes the SMs' shares of the bandwidth unequal.
+    if (index >= window) {
+      const u32 q = index - window;
+      barrier_wait(full + 8 * (q % STAGES), (q / STAGES) & 1);
+    }
+    barrier_expect(full + 8 * (index % STAGES), bytes);
   }
 };
 
@@ -405,6 +441,9 @@ struct Consumer {
   int t, warp, lane, group, quarter, g, q;  // g, q: row and column of this lane in a tensor-core fragment
   uint4 v[8];                               // the lane's part of a chunk
   uint4 x[TOKEN_GROUPS][4];                 // the lane's part of the input vectors
+#if HELD
+  u32 held_parity;  // of the layer's held chunks
+#endif
 
   // Re-reading the thread id at each phase keeps the compiler from holding dozens of addresses in registers.
   DEV void refresh() {
@@ -417,10 +456,20 @@ struct Consumer {
     q = lane & 3;
   }
 
+  // Of a matrix with held chunks `base` is such that the chunk behind them is the next of the ring.
+  template <class M>
+  static DEV bool is_held(int chunk) {
+    return M::HELD_CHUNKS > 0 && chunk < M::HELD_CHUNKS;
+  }
+
   template <class M>
   DEV void load_chunk(int chunk) {
-    const u32 index = base + chunk, stage = index % STAGES;
+    const u32 index = base + chunk, stage = is_held<M>(chunk) ? STAGES + chunk : index % STAGES;
+#if HELD
+    barrier_wait(full + 8 * stage, is_held<M>(chunk) ? held_parity : (index / STAGES) & 1);
+#else
     barrier_wait(full + 8 * stage, (index / STAGES) & 1);
+#endif
     __syncwarp();
     const uint4* from = (const uint4*)(ring + stage * CHUNK_BYTES + quarter * (M::BLOCKS * 1024)) + lane;
 #pragma unroll
@@ -436,7 +485,9 @@ struct Consumer {
     u32 mixed = 0;
 #pragma unroll
     for (int i = 0; i < M::BLOCKS * 2; i++) mixed ^= v[i].x;
-    if (lane == 0) barrier_arrive(empty + 8 * ((base + chunk) % STAGES) + mixed * p.zero);
+    if (lane == 0)
+      barrier_arrive(empty + 8 * (is_held<M>(chunk) ? STAGES + chunk : (base + chunk) % STAGES) +
+                     mixed * p.zero);
   }
 
   // The first chunk of a round, taken into registers before the phase's wait: four more free stages
@@ -807,19 +858,24 @@ struct Consumer {
     if (start + row < position) prefetch_l2(rows + row * HEAD_DIM + column);
   }
 
+  template <int DP>
+  DEV void begin(Tile<DP>& a) {
+    a.maximum[0] = a.maximum[1] = NEG_INF;
+    a.sum[0] = a.sum[1] = 0.f;
+#pragma unroll
+    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
+  }
+
   // One warp's share: tiles first, first + step, ... below count. DP columns of V from `column` on. The
   // results go to part[warp][head][DP] and maxima. IS_LONG: the next tile is brought into L2. EARLY_V: V is
   // loaded with K, where registers allow it.
   template <int DP, bool EARLY_V, bool IS_LONG, class Arrive>
   DEV void attend(int layer, int kv_head, int token, int first, int step, int column, const Arrive& arrive) {
     Tile<DP> a;
+    begin(a);
     const int position = s.position[token], count = position / POSITIONS + 1;
     const i64* table = p.page_table + s.slot[token] * p.table_width;
     int page = s.first_page[warp];
-    a.maximum[0] = a.maximum[1] = NEG_INF;
-    a.sum[0] = a.sum[1] = 0.f;
-#pragma unroll
-    for (int r = 0; r < Tile<DP>::VR; r++) a.o[r][0] = a.o[r][1] = a.o[r][2] = a.o[r][3] = 0.f;
     // Without a tile nothing is loaded, but the registers are set: else they would hold their values all the
     // time.
     load_k(a, page_rows(p.k_cache, layer, page, kv_head, first * POSITIONS), first * POSITIONS, position);
@@ -848,6 +904,12 @@ struct Consumer {
         load_v(a, page_rows(p.v_cache, layer, page, kv_head, next), next, position, column);
       if (IS_LONG) prefetch_tile(layer, next_page, kv_head, next + step * POSITIONS, position, column);
     }
+    put(a);
+  }
+
+  // A warp's results, see `attend`.
+  template <int DP>
+  DEV void put(Tile<DP>& a) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -947,6 +1009,7 @@ static_assert(16 * GROUP * SPLIT_DP <= PART_FLOATS && PAIR_OUTPUTS <= PART_FLOAT
 // needed, which costs less than registers.
 struct Pair {
   int split, head, token, position;
+  int first;  // of its blocks
   bool exists, is_direct;
 
   DEV Pair(const Shared& s, int direct_limit) {
@@ -954,6 +1017,7 @@ struct Pair {
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));
     const int pair = cta / SPLITS;
     split = cta % SPLITS;
+    first = cta - split;
     head = pair % KV_HEADS;
     token = pair / KV_HEADS;
     exists = token < TOKENS;
@@ -963,15 +1027,20 @@ struct Pair {
   DEV int first_tile(int warp) const { return is_direct ? warp : warp / HALVES * SPLITS + split; }
 };
 
+#include "kv_stream.cu"
+#if EXPERTS
+#include "experts.cu"
+#endif
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
-  u8* const xs = memory + STAGES * CHUNK_BYTES;
+  u8* const xs = memory + ALL_STAGES * CHUNK_BYTES;
   float* const part = (float*)(xs + TOKENS * XS_STRIDE);
   Shared& s = *(Shared*)(part + PART_FLOATS);
   const int tid = threadIdx.x, cta = blockIdx.x;
   const u32 full = shared_address(s.full), empty = shared_address(s.empty);
   if (tid == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < ALL_STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
@@ -982,21 +1051,38 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   if (tid >= CONSUMERS) {
     if (tid >= CONSUMERS + 32) {
       Cleaner cleaner{(u16*)p.exchange, p.epochs[cta], tid & 31, cta};
-#pragma unroll 1
-      for (int layer = 0; layer < LAYERS; layer++) cleaner.clean();
-    } else if (tid == CONSUMERS) {
-      u64 policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, policy, cta};
+      // Besides, the warp copies values into the ring.
+      Producer copier{p, nullptr, 0, shared_address(memory), full, empty, evict_first(), cta};
+      const KvSource<true> values(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
-        producer.stream<Qkv>();
+#if EXPERTS
+        prefetch_router(p, layer);
+#endif
+        if (values.chunks > 0) values.stream(copier, s, layer);
+        cleaner.clean();
+      }
+#if EXPERTS
+    } else {
+      produce_with_experts(p, shared_address(memory), full, empty, s);
+    }
+#else
+    } else if (KV_STREAM || tid == CONSUMERS) {
+      Producer producer{p, p.tape, 0, shared_address(memory), full, empty, evict_first(), cta};
+      producer.stream<Qkv>();
+      // What this loads is waited for while copies are in flight.
+      const KvSource<false> keys(p, cta);
+#pragma unroll 1
+      for (int layer = 0; layer < LAYERS; layer++) {
+        if (layer > 0) producer.stream<Qkv>();
+        if (keys.chunks > 0) keys.stream(producer, s, layer);
         producer.stream<Out>();
         producer.stream<Up>();
         producer.stream<Down>();
       }
       producer.stream<Head>();
     }
+#endif
     return;
   }
 
@@ -1049,6 +1135,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   for (int layer = 0; layer < LAYERS; layer++) {
     // ---- QKV
     c.refresh();
+#if HELD
+    c.base -= HELD;
+    c.held_parity = layer & 1;
+#endif
     c.load_first<Qkv>(0, Qkv::CHUNKS);
     const u16* norm = p.norms + 2 * layer * HIDDEN;
     auto release = [&]() { c.release_first<Qkv>(0, Qkv::CHUNKS); };
@@ -1105,9 +1195,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
         }
       } else if (SPLITS > 1) {
         const int half = c.warp % HALVES;
-        c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
-                                                 (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
-                                                 half * SPLIT_DP, arrive);
+        int total = 0;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) total += s.position[i];
+        if (const int chunks = kv_chunks(p, split, position, total); chunks > 0) {
+          attend_streamed(c, pair_token, split, chunks, arrive);
+          c.base += chunks;
+        } else
+          c.attend<SPLIT_DP, HEAD_DIM == 64, true>(layer, kv_head, pair_token,
+                                                   (c.warp / HALVES) * SPLITS + split, SPLIT_TILES * SPLITS,
+                                                   half * SPLIT_DP, arrive);
         consumers_sync();
         for (int i = c.t; i < PAIR_OUTPUTS; i += CONSUMERS) {
           const int head = i / HEAD_DIM, d = i % HEAD_DIM, w0 = d / SPLIT_DP;
@@ -1125,24 +1222,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
             }
           }
           const int to = i / SPLIT_OUTPUTS;
-          store_pair(
-              p.exchange + X_PART +
-                  2 * (((cta / SPLITS * SPLITS + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
-              __float_as_uint(value), c.epoch);
+          store_pair(p.exchange + X_PART +
+                         2 * (((pair.first + to) * SPLITS + split) * SPLIT_OUTPUTS + i % SPLIT_OUTPUTS),
+                     __float_as_uint(value), c.epoch);
           if (d < 2)
-            store_pair(p.exchange + X_ML + 2 * (((cta / SPLITS * SPLITS + split) * GROUP + head) * 2 + d),
+            store_pair(p.exchange + X_ML + 2 * (((pair.first + split) * GROUP + head) * 2 + d),
                        __float_as_uint(d ? sum : highest), c.epoch);
         }
         consumers_sync();  // part is written again below
         for (int i = c.t; i < SPLITS * SPLIT_OUTPUTS + 2 * SPLITS * GROUP; i += CONSUMERS) {
           if (i < SPLITS * SPLIT_OUTPUTS)
             part[i] = __uint_as_float(poll_pair(
-                p.exchange + X_PART + 2 * ((cta / SPLITS * SPLITS + split) * SPLITS * SPLIT_OUTPUTS + i),
-                c.epoch));
+                p.exchange + X_PART + 2 * ((pair.first + split) * SPLITS * SPLIT_OUTPUTS + i), c.epoch));
           else {
             const int j = i - SPLITS * SPLIT_OUTPUTS;
-            s.combine_ml[j] = __uint_as_float(
-                poll_pair(p.exchange + X_ML + 2 * (cta / SPLITS * SPLITS * GROUP * 2 + j), c.epoch));
+            s.combine_ml[j] =
+                __uint_as_float(poll_pair(p.exchange + X_ML + 2 * (pair.first * GROUP * 2 + j), c.epoch));
           }
         }
         consumers_sync();
@@ -1177,6 +1272,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       c.publish<HiddenVector>(X_H1, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
 
+#if EXPERTS
+    mix_experts(c, layer);
+#else
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
@@ -1259,6 +1357,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       s.residual[c.t] = value;
       c.publish<HiddenVector>(X_H2, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
+#endif
   }
 
   // ---- LM head and draw
