@@ -11,11 +11,6 @@ L2 as far as they fit. FLOPs are 4 * heads * head size for each query and key it
 FlashAttention-3 runs three ways, and the fastest that is paged is what shares refer to: on pages in its own
 layout with a schedule made in each call, the same with the schedule made before, and on keys that are not
 paged ("plain", only where chunks are whole contexts).
-
-    PYTHONPATH=. python3 benchmarks/gpu_prefill_attention.py --variants --seconds 50 --output out.json
-
-times only variants of the kernel for Hopper, side by side: a round of each, then the next round, so that the
-card's clock is the same for all. "of_default" is their time by that of the variant in use.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +25,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,7 +35,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import Report, time_graph, time_replays
+from benchmarks.gpu_timing import Report, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
 from tiny_vllm.kernels import prefill_attention
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
@@ -65,47 +59,13 @@ WORKLOADS = {
     "chunk 2048 of 8192": [(2048, 8192)],
     "prefix hits: 16 x 128 of 2048": [(128, 2048)] * 16,
 }
-# Timed only where variants are compared.
-PROMPTS = "14 of 100 to 1000"
-LENGTHS = (100, 997, 171, 932, 243, 861, 309, 790, 377, 722, 448, 655, 517, 584)
 SWEPT = ("1x2048", "16x512", "1x512", "1x8192")
 # None: what the engine takes
 Variants = dict[int, list[Variant | None]]
 HOPPER_VARIANTS: Variants = {
-    64: [
-        *(Variant(128, 3, 4), Variant(128, 3, 4, False), Variant(128, 2, 4), Variant(128, 2, 4, False)),
-        *(Variant(128, 3, 2), Variant(64, 3, 4), Variant(64, 2, 4)),
-    ],
-    128: [
-        *(Variant(128, 2, 2), Variant(128, 2, 2, False), Variant(64, 2, 4), Variant(64, 2, 4, False)),
-        *(Variant(64, 3, 2), Variant(128, 1, 2)),
-    ],
+    64: [Variant(warpgroups, stages) for warpgroups in (3, 2) for stages in (4, 2)],
+    128: [Variant(warpgroups=2, stages=2)],
 }
-# Side by side, behind the one in use.
-COMPARED_WORKLOADS = {64: ("4x2048", "16x512", "1x8192", PROMPTS), 128: ("4x2048", "1x8192")}
-COMPARED: dict[int, list[Variant]] = {
-    head_dim: [
-        replace(VARIANTS[head_dim], joined=joined, lazy=lazy, polynomial=polynomial)
-        for joined, lazy, polynomial in (
-            *((False, 4, 0), (True, 0, 0), (True, 4, 0), (True, 4, 1), (True, 4, 2)),
-            *((False, 8, 0), (False, 4, 1), (False, 4, 2), (False, 0, 1)),
-        )
-    ]
-    for head_dim in HEAD_DIMS
-}
-for head_dim, variants in COMPARED.items():
-    best = replace(VARIANTS[head_dim], joined=True, lazy=4)
-    variants.append(replace(best, pingpong=False))
-    variants.append(replace(best, polynomial=1, pingpong=False))
-COMPARED[64] += [
-    Variant(128, 3, 2, joined=True, lazy=4),
-    Variant(128, 2, 4, joined=True, lazy=4),
-    Variant(128, 2, 4, joined=True, lazy=4, polynomial=2),
-    Variant(64, 3, 4, joined=True, lazy=4),
-    Variant(64, 4, 4, joined=True, lazy=4),
-    Variant(64, 4, 4, joined=True, lazy=4, polynomial=1),
-    Variant(64, 4, 4, pingpong=False, joined=True, lazy=4),
-]
 # (rows, keys, warps, stages)
 TRITON_TILES: dict[int, list[tuple[int, ...]]] = {
     64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
@@ -286,41 +246,6 @@ def time_call(report: Report, problem: Problem, call: Callable[[], Tensor], **ro
     return rate
 
 
-def time_side_by_side(
-    report: Report, problem: Problem, calls: dict[str, Callable[[], Tensor]], rounds: int = 9, **row: Any
-) -> None:
-    """Checks each, times all in turns, and reports each beside the first."""
-    errors: dict[str, float] = {}
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-    # Kernels' counters belong to a stream: none is made while a graph is captured.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    for name, call in calls.items():
-        try:
-            with torch.cuda.stream(stream):
-                errors[name] = problem.error(call())
-            if not errors[name] <= MAX_ERROR:
-                report.add(**row, kernel=name, error=errors[name], failure="wrong")
-                report.failures.append(f"{row} {name}")
-                continue
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                kept = call()
-            graphs[name] = graph, kept
-        except RuntimeError as reason:
-            report.add(**row, kernel=name, failure=str(reason)[:200])
-            report.failures.append(f"{row} {name}")
-    seconds: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, (graph, kept) in graphs.items():
-            seconds[name].append(time_replays(graph, rounds=1, replays=10, keep=kept))
-    medians = {name: statistics.median(own) for name, own in seconds.items()}
-    for name, median in medians.items():
-        us, rate = median * 1e6, problem.flops / median / 1e12
-        of_default = median / next(iter(medians.values()))
-        report.add(**row, kernel=name, us=us, tflops=rate, of_default=of_default, error=errors[name])
-
-
 class Bench:
     def __init__(self, report: Report, deadline: float) -> None:
         self.report = report
@@ -331,8 +256,7 @@ class Bench:
     def problem(self, workload: str, head_dim: int) -> Problem:
         key = workload, head_dim
         if key not in self._problems:
-            chunks = [(length, length) for length in LENGTHS] if workload == PROMPTS else WORKLOADS[workload]
-            self._problems[key] = make_problem(chunks, head_dim)
+            self._problems[key] = make_problem(WORKLOADS[workload], head_dim)
         return self._problems[key]
 
     def time(self, workload: str, head_dim: int, kernel: str, call: Callable[[], Tensor]) -> float | None:
@@ -357,18 +281,6 @@ class Bench:
                     arguments = self.problem(workload, head_dim).arguments
                     call = partial(attend_hopper, arguments, variant)
                     self.share(workload, head_dim, f"Hopper {describe(variant)}", call)
-
-    def compare(self, head_dim: int, workload: str, peer: Peer | None) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("the time is up")
-        problem = self.problem(workload, head_dim)
-        calls: dict[str, Callable[[], Tensor]] = {
-            f"Hopper {describe(variant)}": partial(attend_hopper, problem.arguments, variant)
-            for variant in (VARIANTS[head_dim], *COMPARED[head_dim])
-        }
-        if peer is not None:
-            calls["FA3"] = peer.calls(problem)["FA3"]
-        time_side_by_side(self.report, problem, calls, workload=workload, head_dim=head_dim)
 
     def run_triton(self, tiles: dict[int, list[tuple[int, ...]]], workloads: tuple[str, ...]) -> None:
         for head_dim in HEAD_DIMS:
@@ -398,15 +310,7 @@ class Bench:
 def describe(variant: Variant | None) -> str:
     if variant is None:
         return "as chosen"
-    words = ["turns" if variant.pingpong else "no turns"]
-    if variant.joined:
-        words.append("joined")
-    if variant.lazy:
-        words.append(f"lazy {variant.lazy}")
-    if variant.polynomial:
-        words.append(f"polynomials {variant.polynomial}")
-    sizes = f"{variant.block_n} keys, {variant.warpgroups} x 64 rows, {variant.stages} stages"
-    return ", ".join([sizes, *words])
+    return f"{variant.warpgroups} x 64 rows, {variant.stages} stages"
 
 
 def attend_hopper(arguments: tuple[Any, ...], variant: Variant | None) -> Tensor:
@@ -419,24 +323,6 @@ def attend_hopper(arguments: tuple[Any, ...], variant: Variant | None) -> Tensor
 def install(peer: Path, site: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHON": sys.executable}
     return subprocess.Popen(["bash", str(peer / "install.sh"), str(site)], env=environment)
-
-
-def compare_variants(arguments: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> Report:
-    for future in [
-        pool.submit(compile_hopper, head_dim, variant)
-        for head_dim in HEAD_DIMS
-        for variant in (VARIANTS[head_dim], *COMPARED[head_dim])
-    ]:
-        future.exception()
-    report = Report(arguments.output)
-    bench = Bench(report, deadline)
-    peer = Peer(arguments.site) if arguments.site else None
-    for head_dim, workloads in COMPARED_WORKLOADS.items():
-        for workload in workloads:
-            report.section(
-                f"{workload}, heads of {head_dim}", partial(bench.compare, head_dim, workload, peer)
-            )
-    return report
 
 
 def tiles_of_table(head_dim: int) -> tuple[int, ...]:
@@ -452,7 +338,6 @@ def main() -> int:
     parser.add_argument("--site", type=Path, help="where the peer is installed already")
     parser.add_argument("--seconds", type=float, default=100, help="stop after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--variants", action="store_true", help="only compare variants of the Hopper kernel")
     parser.add_argument("--no-sweep", action="store_true", help="only the variants and tiles in use")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -463,11 +348,6 @@ def main() -> int:
         context = get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.gpu_prefill_attention"])
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-            if arguments.variants:
-                report = compare_variants(arguments, pool, start + arguments.seconds)
-                report.write()
-                print(f"{time.monotonic() - start:.0f} s", flush=True)
-                return 1 if report.failures else 0
             # What is timed first is compiled first.
             futures: list[Future[None]] = [
                 pool.submit(compile_hopper, head_dim, variant)

@@ -440,9 +440,6 @@ void multiply_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
-inline float multiply_add_saturated(float a, float b, float c) {
-  return std::fmin(std::fmax(std::fma(a, b, c), 0.0f), 1.0f);
-}
 inline u32 bits_of(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);

@@ -9,9 +9,21 @@
 //     weights of keys j     exponents of 2, beside the next line's product of keys j - 1
 //     output                tensor cores: weights from registers, values from shared memory
 //
-// So a warpgroup always has a product under way while it computes exponents, its own or (PINGPONG) that
-// of the next warpgroup: they hand on a token for issuing products, so that they do not all want the same
-// unit.
+// So a warpgroup always has a product under way while it computes exponents, its own or that of the next
+// warpgroup: they hand on a token for issuing products, so that they do not all want the same unit.
+//
+// Two more things keep the tensor cores busy:
+//
+// Tiles are joined. A tile's first product of scores is issued before the last product of the tile before is
+// waited for, so that it runs beside that one and beside the outputs' way to memory. Keys behind all of a
+// warpgroup's queries are passed over, and masks are for steps with keys that some query may not see.
+//
+// Without a window the maximum lags behind. Weights may refer to any number, as long as they and their sums
+// fit into their types: to an older maximum, so that they begin as soon as scores are there, without a search
+// through all of them. Where a sum shows that the maximum was far too low, the step's scores are multiplied
+// again, as the weights took their place, and the maximum follows. A row of a window may not have seen a key
+// yet and has no maximum to refer to: there, every step looks for it first. Only half of a step's weights are
+// made beside the product of the older ones, which is over by then; the others are packed as they are made.
 //
 // Registers of a product [64, N]: warp w of the group holds rows 16 w .. 16 w + 15; of 8 columns 8 i .. 8
 // i + 7 lane 4 r + c holds columns 2 c and 2 c + 1 of row r in [4 i] and [4 i + 1], and of row r + 8 in
@@ -24,13 +36,10 @@
 // weight 0, and values there are overwritten with zeros, because 0 * NaN is NaN.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
-// BLOCK_N, WARPGROUPS, STAGES, PINGPONG, LAZY (0, or how many eighths of a step's weights are made beside the
-// product of the older ones; then the maximum only follows where weights become too large), POLYNOMIAL (how
-// many eighths of the exponents of 2 are made by multiply-adds), JOINED (a tile's first product runs beside
-// the last one of the tile before, masks only where its first keys need them, and no products with keys that
-// are behind all of a warpgroup's queries), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
-// STARTS and LENS are integer types.
+// WARPGROUPS, STAGES, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE, STARTS and LENS are integer
+// types.
 
+constexpr int BLOCK_N = 128;  // keys of a step
 constexpr int ROWS = WARPGROUPS * 64;
 constexpr int QUERIES = ROWS / GROUP;  // of a tile
 constexpr int SPANS = HEAD_DIM / 64;
@@ -43,8 +52,7 @@ constexpr int OWN = TURNS + WARPGROUPS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(BLOCK_N % PAGE_SIZE == 0 && PAGE_SIZE % 8 == 0 && PAGES <= 32, "pages, one a lane");
 static_assert(GROUP <= 64, "rows");
-// A row of a window may not have seen a key yet: it has no maximum to refer to.
-constexpr bool IS_LAZY = LAZY > 0 && !WINDOWED;
+static_assert(WARPGROUPS > 1, "they take turns");
 constexpr float HIGHEST_WEIGHT = HALF ? 1 << 14 : 1 << 30;  // of a float16, and of what sums can hold
 
 struct alignas(64) Params {
@@ -257,51 +265,12 @@ DEV void produce_values(const Params& p, const Shared& shared) {
 
 // What a thread knows of its two rows: row r of a warp's rows, and row r + 8.
 struct Rows {
-  int position[2];
   float maximum[2], total[2];  // the maximum of raw scores; this thread's part of the sum of weights
   float shrink[2];             // what the last maximum makes of what was summed before
 };
 
-// Scores of keys j that some row may not see become -inf.
-DEV void hide(float (&scores)[BLOCK_N / 2], const int (&positions)[2], const Params& p, int j, int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    // Keys beyond the context may be NaN: they are replaced, not added to.
-    const int last = positions[half] - j * BLOCK_N - lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; ++i)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int key = i * 8 + c;
-        const bool seen = key <= last && (!WINDOWED || key > last - p.window);
-        float& score = scores[i * 4 + half * 2 + c];
-        score = seen ? score : NEG_INF;
-      }
-  }
-}
-
-// 2^(a b + c) on the pipes of multiply-adds. Results beyond 2^-126 .. 2^126 become these. Relative error:
-// 2^-13 for bfloat16, 2^-16 for float16, whose weights are rounded to 2^-9 and 2^-12.
-DEV float exp2_by_polynomial(float a, float b, float c) {
-  // Within 0 .. 1 first, so that an exponent cannot run over.
-  constexpr float WIDTH = 252, LOWEST = -126;
-  const float share = multiply_add_saturated(a, b * (1 / WIDTH), (c - LOWEST) * (1 / WIDTH));
-  // What is added to 1.5 * 2^23 is rounded to an integer, in the low bits of the sum.
-  constexpr float ROUND = 12582912 + LOWEST;
-  const float rounded = multiply_add(share, WIDTH, ROUND);
-  const float rest = multiply_add(share, WIDTH, ROUND - rounded);
-  // The smallest relative error for -0.5 .. 0.5.
-  constexpr float TERMS[2][5] = {{0.999928074f, 0.693260985f, 0.242611122f, 0.0551716691f},
-                                 {0.999999261f, 0.693121815f, 0.240247448f, 0.0559178603f, 0.00957010191f}};
-  float y = TERMS[HALF][3 + HALF];
-#pragma unroll
-  for (int i = 2 + HALF; i >= 0; --i) y = multiply_add(y, rest, TERMS[HALF][i]);
-  return float_of(bits_of(y) + (bits_of(rounded) << 23));
-}
-
 // Scores of keys 8 FIRST .. 8 LAST - 1 become weights, in place, and are added to sums of columns' parity.
-// Masked scores need the special functions, which know -inf.
-template <bool MASKED, int FIRST, int LAST>
+template <int FIRST, int LAST>
 DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, float factor, float (&sums)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -313,15 +282,13 @@ DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, float fact
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& score = scores[i * 4 + half * 2 + c];
-        score = !MASKED && i * POLYNOMIAL % 8 < POLYNOMIAL ? exp2_by_polynomial(score, factor, -base)
-                                                           : exp2_fast(multiply_add(score, factor, -base));
+        score = exp2_fast(multiply_add(score, factor, -base));
         sums[half][c] += score;
       }
   }
 }
 
-// Scores become weights, in place. MASKED: some may be -inf.
-template <bool MASKED>
+// Scores become weights, in place, once the maximum knows them.
 DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -337,7 +304,7 @@ DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p) {
     rows.maximum[half] = highest;
   }
   float sums[2][2] = {};
-  exponentiate<MASKED, 0, BLOCK_N / 8>(scores, rows, p.factor, sums);
+  exponentiate<0, BLOCK_N / 8>(scores, rows, p.factor, sums);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[half][0] + sums[half][1]);
@@ -451,12 +418,8 @@ struct Consumer {
   DEV Operand queries(QueryPlace q) const { return {shared.queries(q.stage) + warpgroup * 64 * 128, 0}; }
   DEV Operand keys(KeyPlace k) const { return {shared.keys(k.stage), 0}; }
   DEV Operand values(KeyPlace v) const { return {shared.values(v.stage), BLOCK_N * 128}; }
-  DEV void take_turn() {
-    if (PINGPONG && WARPGROUPS > 1) named_sync(TURNS + warpgroup, 256);
-  }
-  DEV void pass_turn() {
-    if (PINGPONG && WARPGROUPS > 1) named_arrive(TURNS + (warpgroup + 1) % WARPGROUPS, 256);
-  }
+  DEV void take_turn() { named_sync(TURNS + warpgroup, 256); }
+  DEV void pass_turn() { named_arrive(TURNS + (warpgroup + 1) % WARPGROUPS, 256); }
 
   // Scores and weights of keys j, and the product of the older weights with the values before.
   template <bool MASKED>
@@ -474,14 +437,19 @@ struct Consumer {
     pass_turn();
     products_wait<1>();
     hold(scores);
-    if constexpr (IS_LAZY) {
+    if constexpr (WINDOWED)
+      weigh_exactly<MASKED>(QueryPlace(round), k, v, j);
+    else
       weigh_lazily<MASKED>(QueryPlace(round), k, v, j);
-      return;
-    }
-    release(shared.k_empty(k.stage));
     ++done;
-    if (MASKED) hide_unseen(QueryPlace(round), j);
-    weigh<MASKED>(scores, rows, p);
+  }
+
+  // The rest of a step whose weights refer to the maximum up to its keys.
+  template <bool MASKED>
+  DEV void weigh_exactly(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
+    release(shared.k_empty(k.stage));
+    if (MASKED) hide(q, j);
+    weigh(scores, rows, p);
     // The weights belong beside the product of the older ones, not behind it.
     stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
     products_wait<0>();
@@ -491,49 +459,55 @@ struct Consumer {
     pack_weights(scores, weights);
   }
 
-  // The rest of a step whose weights refer to the maximum of older keys. Only where that is far too low,
-  // scores are multiplied again and the maximum is looked for. The last weights and their packing are beside
-  // nothing: the product of the older ones is done by then.
+  // The rest of a step whose weights refer to the maximum of older keys, unless that is far too low.
   template <bool MASKED>
   DEV void weigh_lazily(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
-    constexpr int EARLY = BLOCK_N / 8 * LAZY / 8;
-    if (MASKED) hide_unseen(q, j);
+    constexpr int EARLY = BLOCK_N / 8 / 2;
+    if (MASKED) hide(q, j);
     float sums[2][2] = {};
-    exponentiate<MASKED, 0, EARLY>(scores, rows, p.factor, sums);
+    exponentiate<0, EARLY>(scores, rows, p.factor, sums);
     stay_before(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1], shared.scratch() + thread * 4);
     products_wait<0>();
     hold(output), hold(weights), hold(scores);
     release(shared.v_empty(v.stage));
     // Read only here: the assembler would make these weights before the wait, and pack all of them behind it.
-    const float factor = EARLY < BLOCK_N / 8 ? float_of(load_shared(shared.factor())) : 0;
-    exponentiate<MASKED, EARLY, BLOCK_N / 8>(scores, rows, factor, sums);
+    const float factor = float_of(load_shared(shared.factor()));
+    exponentiate<EARLY, BLOCK_N / 8>(scores, rows, factor, sums);
     pack_weights(scores, weights);
     const float totals[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
     if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
       multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
                      shared.keys(k.stage));
-      if (MASKED) hide_unseen(q, j);
-      weigh<MASKED>(scores, rows, p);
+      if (MASKED) hide(q, j);
+      weigh(scores, rows, p);
       shrink_output(output, rows);
       pack_weights(scores, weights);
     } else {
       rows.total[0] += totals[0], rows.total[1] += totals[1];
     }
     release(shared.k_empty(k.stage));
-    ++done;
   }
 
-  DEV void find_positions(const Tile& tile, int (&positions)[2]) const {
+  // Scores of keys j that a row may not see become -inf. Where the rows are is found again: kept, it would
+  // take registers from the steps without masks.
+  DEV void hide(QueryPlace q, int j) {
+    const Tile tile = load_tile(shared.tile(q.stage));
     const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      positions[half] = tile.position(tile.first_query + (row + half * 8) / GROUP);
-  }
-
-  DEV void hide_unseen(QueryPlace q, int j) {
-    // Found again where that spares registers in the steps without masks.
-    if (JOINED) find_positions(load_tile(shared.tile(q.stage)), rows.position);
-    hide(scores, rows.position, p, j, lane);
+    for (int half = 0; half < 2; ++half) {
+      const int position = tile.position(tile.first_query + (row + half * 8) / GROUP);
+      const int last = position - j * BLOCK_N - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = i * 8 + c;
+          const bool seen = key <= last && (!WINDOWED || key > last - p.window);
+          float& score = scores[i * 4 + half * 2 + c];
+          // Keys beyond the context may be NaN: they are replaced, not added to.
+          score = seen ? score : NEG_INF;
+        }
+    }
   }
 
   // A step without keys for this warpgroup.
@@ -548,31 +522,26 @@ struct Consumer {
     ++done;
   }
 
-  DEV void begin_first(QueryPlace q, KeyPlace k) {
-    hold(scores);
-    products_begin();
-    begin_scores(scores, queries(q), keys(k));
-  }
-
-  // The first scores of the next tile, beside what is left to do for this one. Where there is none they are
+  // The first scores of a tile, beside what is left to do for the one before. Where there is none they are
   // of anything. Returns the tile's end.
-  DEV int begin_next(int round) {
+  DEV int begin_tile(int round) {
     const QueryPlace q(round);
     const KeyPlace k(done);
     wait(shared.q_full(q.stage), q.parity);
     const int end = load_tile(shared.tile(q.stage)).end;
     if (end != 0) wait(shared.k_full(k.stage), k.parity);
-    begin_first(q, k);
+    hold(scores);
+    products_begin();
+    begin_scores(scores, queries(q), keys(k));
     return end;
   }
 
-  // Returns the next tile's end, if JOINED.
+  // The rest of a tile. Begins the next one and returns its end.
   DEV int attend(int round, Tile tile) {
     // The first row's and last row's positions of the warpgroup say where masks are needed.
     const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
     const int last_position = tile.position(tile.first_query + (warpgroup * 64 + 63) / GROUP);
-    if (!JOINED) find_positions(tile, rows.position);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rows.maximum[half] = NEG_INF, rows.total[half] = 0;
@@ -587,10 +556,6 @@ struct Consumer {
 
     const QueryPlace q(round);
     const KeyPlace k(done);
-    if (!JOINED) {
-      wait(shared.k_full(k.stage), k.parity);
-      begin_first(q, k);
-    }
     products_wait<0>();
     hold(scores);
     release(shared.k_empty(k.stage));
@@ -598,12 +563,12 @@ struct Consumer {
     const auto is_masked = [&](int j) {
       return (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
     };
-    if (!JOINED || is_masked(tile.begin)) hide_unseen(q, tile.begin);
-    weigh<true>(scores, rows, p);
+    if (is_masked(tile.begin)) hide(q, tile.begin);
+    weigh(scores, rows, p);
     pack_weights(scores, weights);
 
     // The tile's last keys may be behind all of this warpgroup's queries.
-    const int own_end = JOINED ? last_position / BLOCK_N + 1 : tile.end;
+    const int own_end = last_position / BLOCK_N + 1;
     for (int j = tile.begin + 1; j < own_end; ++j) {
       if (is_masked(j))
         step<true>(round, j);
@@ -620,13 +585,10 @@ struct Consumer {
     hold(output), hold(weights);
     products_begin();
     begin_output(output, weights, values(v));
-    int end = 0;
-    if (JOINED) {
 #pragma unroll 1
-      for (int j = own_end; j < tile.end; ++j) pass_over();
-      end = begin_next(round + 1);
-    }
-    products_wait<JOINED>();
+    for (int j = own_end; j < tile.end; ++j) pass_over();
+    const int end = begin_tile(round + 1);
+    products_wait<1>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));
 
@@ -647,21 +609,11 @@ struct Consumer {
 
   DEV void consume() {
     if (warpgroup == WARPGROUPS - 1) pass_turn();
-    if constexpr (JOINED) {
-      int round = 0;
-      for (int end = begin_next(0); end != 0; ++round)
-        end = attend(round, load_tile(shared.tile(QueryPlace(round).stage)));
-      products_wait<0>();
-      hold(scores);
-    } else {
-      for (int round = 0;; ++round) {
-        const QueryPlace q(round);
-        wait(shared.q_full(q.stage), q.parity);
-        const Tile tile = load_tile(shared.tile(q.stage));
-        if (tile.end == 0) break;
-        attend(round, tile);
-      }
-    }
+    int round = 0;
+    for (int end = begin_tile(0); end != 0; ++round)
+      end = attend(round, load_tile(shared.tile(QueryPlace(round).stage)));
+    products_wait<0>();
+    hold(scores);
     // The last token.
     if (warpgroup == 0) take_turn();
   }

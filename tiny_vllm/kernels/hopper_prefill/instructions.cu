@@ -245,8 +245,6 @@ DEV float reciprocal(float x) {
   return y;
 }
 DEV float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// The same within 0 .. 1.
-DEV float multiply_add_saturated(float a, float b, float c) { return __saturatef(__fmaf_rn(a, b, c)); }
 DEV u32 bits_of(float value) { return __float_as_uint(value); }
 DEV float float_of(u32 bits) { return __uint_as_float(bits); }
 // Two values rounded to 16 bits, the first in the low half.
