@@ -63,14 +63,8 @@ SWEPT = ("1x2048", "16x512", "1x512", "1x8192")
 # None: what the engine takes
 Variants = dict[int, list[Variant | None]]
 HOPPER_VARIANTS: Variants = {
-    64: [
-        *(Variant(128, 3, 4), Variant(128, 3, 4, False), Variant(128, 2, 4), Variant(128, 2, 4, False)),
-        *(Variant(128, 3, 2), Variant(64, 3, 4), Variant(64, 2, 4)),
-    ],
-    128: [
-        *(Variant(128, 2, 2), Variant(128, 2, 2, False), Variant(64, 2, 4), Variant(64, 2, 4, False)),
-        *(Variant(64, 3, 2), Variant(128, 1, 2)),
-    ],
+    64: [Variant(warpgroups, stages) for warpgroups in (3, 2) for stages in (4, 2)],
+    128: [Variant(warpgroups=2, stages=2)],
 }
 # (rows, keys, warps, stages)
 TRITON_TILES: dict[int, list[tuple[int, ...]]] = {
@@ -316,8 +310,7 @@ class Bench:
 def describe(variant: Variant | None) -> str:
     if variant is None:
         return "as chosen"
-    turns = "turns" if variant.pingpong else "no turns"
-    return f"{variant.block_n} keys, {variant.warpgroups} x 64 rows, {variant.stages} stages, {turns}"
+    return f"{variant.warpgroups} x 64 rows, {variant.stages} stages"
 
 
 def attend_hopper(arguments: tuple[Any, ...], variant: Variant | None) -> Tensor:

@@ -151,11 +151,6 @@ inline u32 max_of_lanes(u32 value) {
   const u64* lanes = emulated::meet(value);
   return (u32)*std::max_element(lanes, lanes + 32);
 }
-inline float float_of(u32 bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
 
 inline void store_shared_half(u32 address, u32 half) { memcpy(emulated::at(address, 2), &half, 2); }
 inline u32 load_shared_half(u32 address) {

@@ -329,6 +329,7 @@ inline void run_block(int count, u32 shared_bytes) {
 }  // namespace emulated
 
 inline int thread_index() { return emulated::self->index; }
+inline int lane_index_again() { return emulated::self->index % 32; }
 inline int block_index() { return emulated::block; }
 inline int num_blocks() { return emulated::blocks; }
 inline u32 shared_base() { return emulated::BASE; }
@@ -439,6 +440,16 @@ void multiply_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline u32 bits_of(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float float_of(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 inline u32 pack(float low, float high) { return emulated::narrow(low) | (u32)emulated::narrow(high) << 16; }
 template <typename T>
 T exchange(T value, int lane_mask) {
@@ -447,6 +458,29 @@ T exchange(T value, int lane_mask) {
   bits = emulated::meet(bits)[emulated::self->index % 32 ^ lane_mask];
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+inline void load_matrices(u32 (&words)[4], u32 row) {
+  const int lane = emulated::self->index % 32;
+  emulated::check(row % 16 == 0, "rows of matrices are aligned");
+  const u64* rows = emulated::meet(row);
+  for (int i = 0; i < 4; ++i) memcpy(&words[i], emulated::at((u32)rows[i * 8 + lane / 4] + lane % 4 * 4, 4), 4);
+}
+inline void multiply_warp(float* d, const u32 (&a)[4], u32 b_first, u32 b_last) {
+  const int lane = emulated::self->index % 32;
+  u32 words[6][32];
+  for (int i = 0; i < 6; ++i) {
+    const u64* all = emulated::meet(i < 4 ? a[i] : i == 4 ? b_first : b_last);
+    for (int other = 0; other < 32; ++other) words[i][other] = (u32)all[other];
+  }
+  const auto half = [](u32 word, int index) { return emulated::widen((u16)(word >> index % 2 * 16)); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+    for (int term = 0; term < 16; ++term) {
+      const int place = term % 8 / 2;
+      d[i] += half(words[i / 2 + term / 8 * 2][row * 4 + place], term) *
+              half(words[4 + term / 8][column * 4 + place], term);
+    }
+  }
 }
 inline bool is_elected() { return emulated::meet(0) && emulated::self->index % 32 == 0; }
 inline u32 broadcast(u32 value, int lane) { return (u32)emulated::meet(value)[lane]; }

@@ -21,6 +21,7 @@ from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import (
+    BLOCK_N,
     REGISTERS,
     SMALL_VARIANTS,
     VARIANTS,
@@ -50,22 +51,27 @@ CASES = {
     "a_thousand_sequences": ([(index % 3 + 1, index % 7 + 3) for index in range(1100)], 4, 1, 64, 16),
 }
 EVERYTHING = dict(window=70, sinks=True)
+SMALL = SMALL_VARIANTS[64]
 RUNS = {
     "llama_1b": ("llama_1b", VARIANTS[64], {}, torch.bfloat16),
     "llama_8b": ("llama_8b", VARIANTS[128], {}, torch.bfloat16),
     "many_sequences": ("many_sequences", VARIANTS[64], dict(sinks=True), torch.bfloat16),
     "window_and_sinks": ("llama_1b", VARIANTS[64], EVERYTHING, torch.bfloat16),
+    "half": ("one_group_large_pages", VARIANTS[64], {}, torch.float16),
 }
 SLOW_RUNS = {
-    "half": ("one_group_large_pages", VARIANTS[64], {}, torch.float16),
+    "group_1": ("one_group_large_pages", VARIANTS[64], {}, torch.bfloat16),
     "group_7": ("group_7", VARIANTS[64], {}, torch.bfloat16),
-    "short_tiles": ("llama_8b", Variant(64, 2, 4), {}, torch.bfloat16),
-    "one_warpgroup": ("llama_1b", Variant(128, 1, 2, False), {}, torch.bfloat16),
-    "two_warpgroups": ("llama_1b", Variant(128, 2, 3), EVERYTHING, torch.float16),
-    "no_turns": ("llama_1b", Variant(64, 3, 2, False), {}, torch.bfloat16),
+    "group_7_sinks_half": ("group_7", VARIANTS[64], dict(sinks=True), torch.float16),
     "group_8": ("group_8", VARIANTS[128], dict(window=1), torch.bfloat16),
-    "a_thousand_sequences": ("a_thousand_sequences", SMALL_VARIANTS[64], {}, torch.bfloat16),
+    "heads_of_128_half": ("llama_8b", VARIANTS[128], {}, torch.float16),
+    "heads_of_128_window_and_sinks": ("llama_8b", VARIANTS[128], EVERYTHING, torch.float16),
     "large_window": ("llama_8b", VARIANTS[128], dict(window=400), torch.bfloat16),
+    "small": ("llama_1b", SMALL, {}, torch.bfloat16),
+    "small_window_and_sinks": ("llama_1b", SMALL, EVERYTHING, torch.float16),
+    "three_stages": ("llama_1b", Variant(warpgroups=2, stages=3), {}, torch.bfloat16),
+    "two_stages": ("llama_1b", Variant(warpgroups=3, stages=2), {}, torch.bfloat16),
+    "a_thousand_sequences": ("a_thousand_sequences", SMALL, {}, torch.bfloat16),
 }
 
 
@@ -127,11 +133,90 @@ def test_chunks_without_tokens_and_rows_of_no_chunk_change_nothing(padding: int)
     # Also with more blocks than tiles.
     for blocks in (3, 20):
         actual = attend_emulated(
-            padded, k_cache, v_cache, table, starts, lens, 64**-0.5, variant=SMALL_VARIANTS[64], blocks=blocks
+            padded, k_cache, v_cache, table, starts, lens, 64**-0.5, variant=SMALL, blocks=blocks
         )
         atol = TOLERANCES[torch.bfloat16] * float(v_cache[1:][v_cache[1:].isfinite()].abs().max())
         torch.testing.assert_close(actual[: len(q)].double(), expected, rtol=0, atol=atol)
         assert actual[len(q) :].isnan().all(), "rows of no chunk stay as they are"
+
+
+def check_rising(
+    case: str, variant: Variant, dtype: torch.dtype, mistake: tuple[str, str] | None = None
+) -> None:
+    """Scores rise with the position, by more than an exponent of FP32 holds."""
+    q, k_cache, v_cache, tables, _ = make_case(case, dtype, float("nan"))
+    for column in range(tables[0].shape[1]):
+        k_cache[tables[0][:, column]] *= 1 + column / 2
+    scale = 2.0
+    expected = prefill_attention.prefill_attention_ref(
+        q.float(), k_cache.float(), v_cache.float(), *tables, scale
+    )
+    actual = attend_emulated(q, k_cache, v_cache, *tables, scale, variant=variant, mistake=mistake)
+    atol = TOLERANCES[dtype] * float(v_cache[v_cache.isfinite()].abs().max())
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=atol)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("case", "variant", "dtype"),
+    [
+        ("llama_1b", VARIANTS[64], torch.bfloat16),
+        pytest.param("llama_1b", SMALL, torch.float16, marks=pytest.mark.slow),
+        pytest.param("llama_8b", VARIANTS[128], torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_maximum_that_lags_behind_is_noticed(case: str, variant: Variant, dtype: torch.dtype) -> None:
+    check_rising(case, variant, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT))", "if (votes(false))"),
+        pytest.param(
+            ("      shrink_output(output, rows);\n      pack", "      pack"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("      pack_weights(scores, weights);\n    } else", "    } else"), marks=pytest.mark.slow
+        ),
+        pytest.param(("(column ^ row % 8 * 16)", "column"), marks=pytest.mark.slow),
+        pytest.param(
+            ("    products_wait<0>();\n    hold(output), hold(weights), hold(scores);\n"
+             "    release(shared.v_empty(v.stage));\n    // Read only",
+             "    release(shared.v_empty(v.stage));\n    // Read only"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["not_noticed", "old_outputs_stay", "old_weights_stay", "pieces_are_not_permuted", "early_weights"],
+)  # fmt: skip
+def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_rising("llama_1b", SMALL, torch.bfloat16, mistake)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("    if (end != 0) wait(shared.k_full(k.stage), k.parity);\n", ""),
+        pytest.param(("|| is_masked(tile.begin)", "|| false"), marks=pytest.mark.slow),
+        pytest.param(
+            ("    const KeyPlace k(done);\n    wait(shared.q_full(q.stage), q.parity);\n",
+             "    const KeyPlace k(done);\n"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("    products_wait<1>();\n    hold(output), hold(weights);\n", ""), marks=pytest.mark.slow
+        ),
+        pytest.param(("j < tile.end; ++j) pass_over();", "false;) pass_over();"), marks=pytest.mark.slow),
+        pytest.param(("own_end = last_position", "own_end = first_position"), marks=pytest.mark.slow),
+    ],
+    ids=["early_keys", "no_masks", "early_queries", "early_outputs", "stages_stay", "an_early_end"],
+)  # fmt: skip
+def test_the_emulation_notices_mistakes_between_joined_tiles(mistake: tuple[str, str]) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
+        check("llama_1b", SMALL, {}, torch.bfloat16, mistake=mistake)
 
 
 MISTAKES = {
@@ -142,27 +227,33 @@ MISTAKES = {
     ),
 }
 SLOW_MISTAKES = {
-    "weights_change_under_a_product": (
-        "    products_wait<0>();\n    hold(output), hold(weights), hold(scores);",
-        "",
-    ),
-    "scores_are_read_before_they_come": ("    products_wait<1>();\n", ""),
+    "scores_are_read_before_they_come": ("    products_wait<1>();\n    hold(scores);\n", ""),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
     "a_stage_is_reused_early": (
         "    wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);\n",
         "",
     ),
     "a_tile_is_replaced_early": ("      wait(shared.q_empty(q.stage), q.parity ^ 1);\n", ""),
-    "a_stage_is_never_free": (
-        "    release(shared.v_empty(v.stage));\n    shrink",
-        "    shrink",
-    ),
-    "queries_are_read_before_they_come": ("      wait(shared.q_full(q.stage), q.parity);\n", ""),
+    "a_stage_is_never_free": ("    release(shared.v_empty(v.stage));\n    // Read only", "    // Read only"),
     "a_token_is_left": ("    if (warpgroup == 0) take_turn();", ""),
     "nobody_begins": ("    if (warpgroup == WARPGROUPS - 1) pass_turn();", ""),
     "masks_begin_late": ("(j + 1) * BLOCK_N > first_position + 1", "(j + 1) * BLOCK_N > first_position + 40"),
     "no_barrier_behind_the_zeros": ("  named_sync(OWN + warpgroup, 128);", ""),
 }
+
+
+# In steps that look for the maximum first.
+WINDOWED_MISTAKES = {
+    "weights_change_under_a_product": (
+        "    products_wait<0>();\n    hold(output), hold(weights), hold(scores);\n"
+        "    release(shared.v_empty(v.stage));\n    shrink",
+        "    release(shared.v_empty(v.stage));\n    shrink",
+    ),
+    "a_stage_is_never_free": ("    release(shared.v_empty(v.stage));\n    shrink", "    shrink"),
+    "old_outputs_stay": ("    shrink_output(output, rows);\n    pack", "    pack"),
+    "no_maximum_is_none": ("if (WINDOWED && highest == NEG_INF) base = 0;", ""),
+}
+TWO_STAGES = Variant(warpgroups=2, stages=2)
 
 
 @needs_compiler
@@ -172,7 +263,16 @@ SLOW_MISTAKES = {
 def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | SLOW_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
-        check("llama_1b", Variant(128, 2, 2), {}, torch.bfloat16, mistake=mistake)
+        check("llama_1b", TWO_STAGES, {}, torch.bfloat16, mistake=mistake)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINDOWED_MISTAKES)
+def test_the_emulation_notices_mistakes_with_windows(name: str) -> None:
+    options, mistake = dict(window=200), WINDOWED_MISTAKES[name]
+    with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
+        check("llama_1b", TWO_STAGES, options, torch.bfloat16, mistake=mistake)
 
 
 def shape(head_dim: int, **changes: Any) -> Shape:
@@ -185,8 +285,16 @@ def shape(head_dim: int, **changes: Any) -> Shape:
 
 COMPILED = {
     "heads_of_64": (shape(64), VARIANTS[64]),
+    "heads_of_64_half_sinks": (shape(64, dtype=torch.float16, has_sinks=True), VARIANTS[64]),
+    "heads_of_64_windows": (shape(64, is_windowed=True), VARIANTS[64]),
+    "heads_of_64_everything": (
+        shape(64, is_windowed=True, has_sinks=True, dtype=torch.float16, group=8),
+        VARIANTS[64],
+    ),
+    "few_tokens": (shape(64), SMALL),
+    "few_tokens_windows": (shape(64, is_windowed=True), SMALL),
     "heads_of_128": (shape(128), VARIANTS[128]),
-    "variants": (shape(64, is_windowed=True, has_sinks=True, dtype=torch.float16), VARIANTS[64]),
+    "heads_of_128_windows": (shape(128, is_windowed=True, has_sinks=True), VARIANTS[128]),
 }
 
 
@@ -233,10 +341,13 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     # Serialised products would each have a wait of their own.
     order = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", text)
     waits = [index for index, word in enumerate(order) if word.startswith("DEPBAR")]
-    assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", "0"]
+    # A tile's first scores, steps with and without masks, the last output beside the next scores, no tile.
+    assert [order[index][-1] for index in waits] == ["0", "1", "0", "1", "0", "1", "0"]
+    # Without a window, half of them.
+    weights = BLOCK_N // 2 if own.is_windowed else BLOCK_N // 4
     for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
         between = order[first + 1 : second]
-        assert between.count("MUFU.EX2") >= variant.block_n // 2 and "HGMMA" not in between
+        assert between.count("MUFU.EX2") >= weights and "HGMMA" not in between
 
 
 def test_few_tokens_get_smaller_tiles() -> None:

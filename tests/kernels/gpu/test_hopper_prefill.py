@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,8 +50,9 @@ CHUNKS = {
     "prefix_hits": [(length, 1024 + length) for length in (1, 31, 32, 33, 100, 128)],
 }
 OTHER_VARIANTS = {
-    64: [Variant(128, 3, 2, False), Variant(128, 2, 4), Variant(64, 3, 4)],
-    128: [Variant(128, 2, 2, False), Variant(64, 2, 4), Variant(128, 1, 2)],
+    "llama_1b": [SMALL_VARIANTS[64], Variant(warpgroups=3, stages=2)],
+    "group_2_pages_of_64_half": [SMALL_VARIANTS[64]],
+    "window_and_sinks": [SMALL_VARIANTS[64]],
 }
 
 
@@ -68,8 +70,7 @@ def compiled() -> None:
         pytest.skip("needs a Hopper GPU")
     tasks = [(shape_of(kernel), VARIANTS[KERNELS[kernel][2]]) for kernel in KERNELS]
     tasks += [(own, SMALL_VARIANTS[64]) for own, _ in tasks if own.head_dim == 64]
-    for kernel in ("llama_1b", "llama_8b"):
-        tasks += [(shape_of(kernel), variant) for variant in OTHER_VARIANTS[KERNELS[kernel][2]]]
+    tasks += [(shape_of(kernel), variant) for kernel, own in OTHER_VARIANTS.items() for variant in own]
 
     def compile_one(task: tuple[Shape, Variant]) -> None:
         compile_cubin(launch.source(), name="prefill", defines=launch.macros(*task))
@@ -116,11 +117,42 @@ def test_is_causal_over_the_own_context(device: torch.device, kernel: str, chunk
     case.check(attend(*case.arguments, **case.options))
 
 
-@pytest.mark.parametrize("kernel", ["llama_1b", "llama_8b"])
-def test_other_variants_compute_the_same(device: torch.device, kernel: str) -> None:
-    case = Case(kernel, RAGGED, device)
-    for variant in OTHER_VARIANTS[KERNELS[kernel][2]]:
-        case.check(attend(*case.arguments, variant=variant))
+@pytest.mark.parametrize("kernel", OTHER_VARIANTS)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_other_variants_compute_the_same(device: torch.device, kernel: str, chunks: str) -> None:
+    case = Case(kernel, CHUNKS[chunks], device)
+    for variant in OTHER_VARIANTS[kernel]:
+        case.check(attend(*case.arguments, **case.options, variant=variant))
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("kernel", ["llama_1b", "llama_8b", "group_2_pages_of_64_half", "window"])
+def test_scores_that_rise_beyond_the_exponents_of_fp32(
+    device: torch.device, kernel: str, is_small: bool
+) -> None:
+    """Weights that refer to an older maximum become infinite, and are made again."""
+    case = Case(kernel, [(300, 2000), (700, 700), (64, 1500)], device)
+    pages = case.pages
+    for index, keys in enumerate(pages.keys):
+        page_size = pages.k_cache.shape[2]
+        columns = torch.arange(len(keys), device=device) // page_size
+        keys *= 1 + columns[:, None, None] * page_size / 256
+        for column in range(-(-len(keys) // page_size)):
+            part = keys[column * page_size : (column + 1) * page_size]
+            pages.k_cache[pages.table[index, column], :, : len(part)] = part.transpose(0, 1)
+    starts, scale = case.arguments[4].tolist(), 2.0
+    expected = torch.cat(
+        [
+            pages.attend(index, case.q[first:last], scale=scale, **case.options)
+            for index, (first, last) in enumerate(pairwise(starts))
+        ]
+    )
+    head_dim = case.q.shape[-1]
+    variant = SMALL_VARIANTS.get(head_dim, VARIANTS[head_dim]) if is_small else VARIANTS[head_dim]
+    actual = attend(*case.arguments[:-1], scale, **case.options, variant=variant)
+    assert actual is not None
+    size = max(float(values.abs().max()) for values in pages.values)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=TOLERANCES[case.dtype] * size)
 
 
 @pytest.mark.parametrize("kernel", ["llama_1b", "llama_8b", "window_and_sinks"])

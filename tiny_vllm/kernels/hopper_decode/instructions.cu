@@ -74,7 +74,6 @@ DEV void unpack_codes(u32& low, u32& high, u32 codes) {
 DEV u32 swap_middle_bytes(u32 word) { return __byte_perm(word, 0, 0x3120); }
 DEV u32 max_of_halves(u32 a, u32 b) { return __vmaxu2(a, b); }
 DEV u32 max_of_lanes(u32 value) { return __reduce_max_sync(~0u, value); }
-DEV float float_of(u32 bits) { return __uint_as_float(bits); }
 
 DEV void store_shared_half(u32 address, u32 half) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)half) : "memory");

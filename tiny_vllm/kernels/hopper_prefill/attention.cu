@@ -9,9 +9,21 @@
 //     weights of keys j     exponents of 2, beside the next line's product of keys j - 1
 //     output                tensor cores: weights from registers, values from shared memory
 //
-// So a warpgroup always has a product under way while it computes exponents, its own or (PINGPONG) that
-// of the next warpgroup: they hand on a token for issuing products, so that they do not all want the same
-// unit.
+// So a warpgroup always has a product under way while it computes exponents, its own or that of the next
+// warpgroup: they hand on a token for issuing products, so that they do not all want the same unit.
+//
+// Two more things keep the tensor cores busy:
+//
+// Tiles are joined. A tile's first product of scores is issued before the last product of the tile before is
+// waited for, so that it runs beside that one and beside the outputs' way to memory. Keys behind all of a
+// warpgroup's queries are passed over, and masks are for steps with keys that some query may not see.
+//
+// Without a window the maximum lags behind. Weights may refer to any number, as long as they and their sums
+// fit into their types: to an older maximum, so that they begin as soon as scores are there, without a search
+// through all of them. Where a sum shows that the maximum was far too low, the step's scores are multiplied
+// again, as the weights took their place, and the maximum follows. A row of a window may not have seen a key
+// yet and has no maximum to refer to: there, every step looks for it first. Only half of a step's weights are
+// made beside the product of the older ones, which is over by then; the others are packed as they are made.
 //
 // Registers of a product [64, N]: warp w of the group holds rows 16 w .. 16 w + 15; of 8 columns 8 i .. 8
 // i + 7 lane 4 r + c holds columns 2 c and 2 c + 1 of row r in [4 i] and [4 i + 1], and of row r + 8 in
@@ -24,9 +36,10 @@
 // weight 0, and values there are overwritten with zeros, because 0 * NaN is NaN.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
-// BLOCK_N, WARPGROUPS, STAGES, PINGPONG, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE,
-// STARTS and LENS are integer types.
+// WARPGROUPS, STAGES, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE, STARTS and LENS are integer
+// types.
 
+constexpr int BLOCK_N = 128;  // keys of a step
 constexpr int ROWS = WARPGROUPS * 64;
 constexpr int QUERIES = ROWS / GROUP;  // of a tile
 constexpr int SPANS = HEAD_DIM / 64;
@@ -39,6 +52,8 @@ constexpr int OWN = TURNS + WARPGROUPS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(BLOCK_N % PAGE_SIZE == 0 && PAGE_SIZE % 8 == 0 && PAGES <= 32, "pages, one a lane");
 static_assert(GROUP <= 64, "rows");
+static_assert(WARPGROUPS > 1, "they take turns");
+constexpr float HIGHEST_WEIGHT = HALF ? 1 << 14 : 1 << 30;  // of a float16, and of what sums can hold
 
 struct alignas(64) Params {
   TensorMap q, k, v;  // boxes: QUERIES queries of GROUP heads, and pages; of 64 columns
@@ -76,6 +91,7 @@ struct Shared {
   DEV u32 scratch() const { return barrier(2 * FULL); }  // a word per thread of a warpgroup
   // What the queries in a buffer are, a `Tile`; filled and empty with the queries.
   DEV u32 tile(int buffer) const { return scratch() + 128 * 4 + buffer * (u32)sizeof(Tile); }
+  DEV u32 factor() const { return tile(2); }
   static constexpr int FULL = 2 + 2 * STAGES;
 };
 
@@ -249,29 +265,33 @@ DEV void produce_values(const Params& p, const Shared& shared) {
 
 // What a thread knows of its two rows: row r of a warp's rows, and row r + 8.
 struct Rows {
-  int position[2];
   float maximum[2], total[2];  // the maximum of raw scores; this thread's part of the sum of weights
   float shrink[2];             // what the last maximum makes of what was summed before
 };
 
-// Scores of keys j become weights, in place. MASKED: some row may not see some key.
-template <bool MASKED>
-DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j, int lane) {
+// Scores of keys 8 FIRST .. 8 LAST - 1 become weights, in place, and are added to sums of columns' parity.
+template <int FIRST, int LAST>
+DEV void exponentiate(float (&scores)[BLOCK_N / 2], const Rows& rows, float factor, float (&sums)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (MASKED) {
-      // Keys beyond the context may be NaN: they are replaced, not added to.
-      const int last = rows.position[half] - j * BLOCK_N - lane % 4 * 2;
+    float base = rows.maximum[half] * factor;
+    // A window may hide all keys so far from a row; -inf - -inf would be NaN.
+    if (WINDOWED && rows.maximum[half] == NEG_INF) base = 0;
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; ++i)
+    for (int i = FIRST; i < LAST; ++i)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int key = i * 8 + c;
-          const bool seen = key <= last && (!WINDOWED || key > last - p.window);
-          float& score = scores[i * 4 + half * 2 + c];
-          score = seen ? score : NEG_INF;
-        }
-    }
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[i * 4 + half * 2 + c];
+        score = exp2_fast(multiply_add(score, factor, -base));
+        sums[half][c] += score;
+      }
+  }
+}
+
+// Scores become weights, in place, once the maximum knows them.
+DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     float highest = rows.maximum[half];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i)
@@ -279,21 +299,15 @@ DEV void weigh(float (&scores)[BLOCK_N / 2], Rows& rows, const Params& p, int j,
     highest = max(highest, exchange(highest, 1));
     highest = max(highest, exchange(highest, 2));
     float base = highest * p.factor;
-    // A window may hide all keys so far from a row; -inf - -inf would be NaN.
     if (WINDOWED && highest == NEG_INF) base = 0;
     rows.shrink[half] = exp2_fast(multiply_add(rows.maximum[half], p.factor, -base));
     rows.maximum[half] = highest;
-    float sums[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; ++i)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& score = scores[i * 4 + half * 2 + c];
-        score = exp2_fast(multiply_add(score, p.factor, -base));
-        sums[c] += score;
-      }
-    rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[0] + sums[1]);
   }
+  float sums[2][2] = {};
+  exponentiate<0, BLOCK_N / 8>(scores, rows, p.factor, sums);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows.total[half] = multiply_add(rows.total[half], rows.shrink[half], sums[half][0] + sums[half][1]);
 }
 
 DEV void pack_weights(const float (&scores)[BLOCK_N / 2], u32 (&weights)[BLOCK_N / 16][4]) {
@@ -304,6 +318,31 @@ DEV void pack_weights(const float (&scores)[BLOCK_N / 2], u32 (&weights)[BLOCK_N
 DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= rows.shrink[i / 2 % 2];
+}
+
+// Where 16 bytes of a row begin in shared memory.
+DEV u32 piece_of(u32 row, u32 column) { return row * 128 + (column ^ row % 8 * 16); }
+
+// The scores of a warp's own 16 queries again, without the other warps.
+DEV void multiply_again(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
+  // It is rare: it takes no registers from what is not.
+  const int lane = lane_index_again();
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) scores[i] = 0;
+#pragma unroll 1
+  for (u32 term = 0; term < HEAD_DIM; term += 16) {
+    const u32 span = term / 64, column = term % 64 * 2;
+    const u32 own_keys =
+        keys + span * BLOCK_N * 128 + piece_of(lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 16);
+    u32 a[4], b[4];
+    load_matrices(a, queries + span * ROWS * 128 + piece_of(lane % 16, column + lane / 16 * 16));
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+      load_matrices(b, own_keys + i * 16 * 128);
+      multiply_warp(scores + i * 8, a, b[0], b[1]);
+      multiply_warp(scores + i * 8 + 4, a, b[2], b[3]);
+    }
+  }
 }
 
 // scores = 64 queries times BLOCK_N keys, HEAD_DIM terms.
@@ -379,12 +418,8 @@ struct Consumer {
   DEV Operand queries(QueryPlace q) const { return {shared.queries(q.stage) + warpgroup * 64 * 128, 0}; }
   DEV Operand keys(KeyPlace k) const { return {shared.keys(k.stage), 0}; }
   DEV Operand values(KeyPlace v) const { return {shared.values(v.stage), BLOCK_N * 128}; }
-  DEV void take_turn() {
-    if (PINGPONG && WARPGROUPS > 1) named_sync(TURNS + warpgroup, 256);
-  }
-  DEV void pass_turn() {
-    if (PINGPONG && WARPGROUPS > 1) named_arrive(TURNS + (warpgroup + 1) % WARPGROUPS, 256);
-  }
+  DEV void take_turn() { named_sync(TURNS + warpgroup, 256); }
+  DEV void pass_turn() { named_arrive(TURNS + (warpgroup + 1) % WARPGROUPS, 256); }
 
   // Scores and weights of keys j, and the product of the older weights with the values before.
   template <bool MASKED>
@@ -402,9 +437,19 @@ struct Consumer {
     pass_turn();
     products_wait<1>();
     hold(scores);
-    release(shared.k_empty(k.stage));
+    if constexpr (WINDOWED)
+      weigh_exactly<MASKED>(QueryPlace(round), k, v, j);
+    else
+      weigh_lazily<MASKED>(QueryPlace(round), k, v, j);
     ++done;
-    weigh<MASKED>(scores, rows, p, j, lane);
+  }
+
+  // The rest of a step whose weights refer to the maximum up to its keys.
+  template <bool MASKED>
+  DEV void weigh_exactly(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
+    release(shared.k_empty(k.stage));
+    if (MASKED) hide(q, j);
+    weigh(scores, rows, p);
     // The weights belong beside the product of the older ones, not behind it.
     stay_before(rows.total[0] + rows.total[1], shared.scratch() + thread * 4);
     products_wait<0>();
@@ -414,15 +459,91 @@ struct Consumer {
     pack_weights(scores, weights);
   }
 
-  DEV void attend(int round, Tile tile) {
+  // The rest of a step whose weights refer to the maximum of older keys, unless that is far too low.
+  template <bool MASKED>
+  DEV void weigh_lazily(QueryPlace q, KeyPlace k, KeyPlace v, int j) {
+    constexpr int EARLY = BLOCK_N / 8 / 2;
+    if (MASKED) hide(q, j);
+    float sums[2][2] = {};
+    exponentiate<0, EARLY>(scores, rows, p.factor, sums);
+    stay_before(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1], shared.scratch() + thread * 4);
+    products_wait<0>();
+    hold(output), hold(weights), hold(scores);
+    release(shared.v_empty(v.stage));
+    // Read only here: the assembler would make these weights before the wait, and pack all of them behind it.
+    const float factor = float_of(load_shared(shared.factor()));
+    exponentiate<EARLY, BLOCK_N / 8>(scores, rows, factor, sums);
+    pack_weights(scores, weights);
+    const float totals[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
+    if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT)) {
+      multiply_again(scores, shared.queries(q.stage) + (warpgroup * 64 + thread / 32 * 16) * 128,
+                     shared.keys(k.stage));
+      if (MASKED) hide(q, j);
+      weigh(scores, rows, p);
+      shrink_output(output, rows);
+      pack_weights(scores, weights);
+    } else {
+      rows.total[0] += totals[0], rows.total[1] += totals[1];
+    }
+    release(shared.k_empty(k.stage));
+  }
+
+  // Scores of keys j that a row may not see become -inf. Where the rows are is found again: kept, it would
+  // take registers from the steps without masks.
+  DEV void hide(QueryPlace q, int j) {
+    const Tile tile = load_tile(shared.tile(q.stage));
+    const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = tile.position(tile.first_query + (row + half * 8) / GROUP);
+      const int last = position - j * BLOCK_N - lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = i * 8 + c;
+          const bool seen = key <= last && (!WINDOWED || key > last - p.window);
+          float& score = scores[i * 4 + half * 2 + c];
+          // Keys beyond the context may be NaN: they are replaced, not added to.
+          score = seen ? score : NEG_INF;
+        }
+    }
+  }
+
+  // A step without keys for this warpgroup.
+  DEV void pass_over() {
+    const KeyPlace place(done);
+    wait(shared.k_full(place.stage), place.parity);
+    release(shared.k_empty(place.stage));
+    take_turn();
+    pass_turn();
+    wait(shared.v_full(place.stage), place.parity);
+    release(shared.v_empty(place.stage));
+    ++done;
+  }
+
+  // The first scores of a tile, beside what is left to do for the one before. Where there is none they are
+  // of anything. Returns the tile's end.
+  DEV int begin_tile(int round) {
+    const QueryPlace q(round);
+    const KeyPlace k(done);
+    wait(shared.q_full(q.stage), q.parity);
+    const int end = load_tile(shared.tile(q.stage)).end;
+    if (end != 0) wait(shared.k_full(k.stage), k.parity);
+    hold(scores);
+    products_begin();
+    begin_scores(scores, queries(q), keys(k));
+    return end;
+  }
+
+  // The rest of a tile. Begins the next one and returns its end.
+  DEV int attend(int round, Tile tile) {
     // The first row's and last row's positions of the warpgroup say where masks are needed.
     const u32 row = warpgroup * 64 + thread / 32 * 16 + lane / 4;
     const int first_position = tile.position(tile.first_query + warpgroup * 64 / GROUP);
     const int last_position = tile.position(tile.first_query + (warpgroup * 64 + 63) / GROUP);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = (row + half * 8) / GROUP;
-      rows.position[half] = tile.position(tile.first_query + query);
       rows.maximum[half] = NEG_INF, rows.total[half] = 0;
       if (SINKS) {
         const int head = tile.kv_head * GROUP + (row + half * 8) % GROUP;
@@ -435,21 +556,21 @@ struct Consumer {
 
     const QueryPlace q(round);
     const KeyPlace k(done);
-    wait(shared.k_full(k.stage), k.parity);
-    hold(scores);
-    products_begin();
-    begin_scores(scores, queries(q), keys(k));
     products_wait<0>();
     hold(scores);
     release(shared.k_empty(k.stage));
     ++done;
-    weigh<true>(scores, rows, p, tile.begin, lane);
+    const auto is_masked = [&](int j) {
+      return (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
+    };
+    if (is_masked(tile.begin)) hide(q, tile.begin);
+    weigh(scores, rows, p);
     pack_weights(scores, weights);
 
-    for (int j = tile.begin + 1; j < tile.end; ++j) {
-      const bool is_masked =
-          (j + 1) * BLOCK_N > first_position + 1 || (WINDOWED && j * BLOCK_N <= last_position - p.window);
-      if (is_masked)
+    // The tile's last keys may be behind all of this warpgroup's queries.
+    const int own_end = last_position / BLOCK_N + 1;
+    for (int j = tile.begin + 1; j < own_end; ++j) {
+      if (is_masked(j))
         step<true>(round, j);
       else
         step<false>(round, j);
@@ -459,12 +580,15 @@ struct Consumer {
 
     const KeyPlace v(done - 1);
     wait(shared.v_full(v.stage), v.parity);
-    const int left = tile.context_len - (tile.end - 1) * BLOCK_N;
+    const int left = tile.context_len - (own_end - 1) * BLOCK_N;
     if (left < BLOCK_N) clear_values(shared.values(v.stage), left, thread, warpgroup);
     hold(output), hold(weights);
     products_begin();
     begin_output(output, weights, values(v));
-    products_wait<0>();
+#pragma unroll 1
+    for (int j = own_end; j < tile.end; ++j) pass_over();
+    const int end = begin_tile(round + 1);
+    products_wait<1>();
     hold(output), hold(weights);
     release(shared.v_empty(v.stage));
 
@@ -480,17 +604,16 @@ struct Consumer {
                 own < QUERIES * GROUP && query < tile.query_end);
     }
     release(shared.q_empty(q.stage));
+    return end;
   }
 
   DEV void consume() {
     if (warpgroup == WARPGROUPS - 1) pass_turn();
-    for (int round = 0;; ++round) {
-      const QueryPlace q(round);
-      wait(shared.q_full(q.stage), q.parity);
-      const Tile tile = load_tile(shared.tile(q.stage));
-      if (tile.end == 0) break;
-      attend(round, tile);
-    }
+    int round = 0;
+    for (int end = begin_tile(0); end != 0; ++round)
+      end = attend(round, load_tile(shared.tile(QueryPlace(round).stage)));
+    products_wait<0>();
+    hold(scores);
     // The last token.
     if (warpgroup == 0) take_turn();
   }
@@ -508,6 +631,7 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
       // What is said of a tile's queries is read by the warp of the values, too.
       barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (i < 2));
     }
+    store_shared(shared.factor(), bits_of(p.factor));
     publish_barriers();
   }
   named_sync(0, (WARPGROUPS + 1) * 128);

@@ -16,6 +16,12 @@ typedef long long i64;
 #endif
 
 DEV int thread_index() { return threadIdx.x; }
+// Read anew each time: nothing made of it is kept in registers meanwhile.
+DEV int lane_index_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 DEV int block_index() { return blockIdx.x; }
 DEV int num_blocks() { return gridDim.x; }
 
@@ -207,6 +213,23 @@ DEV void multiply_registers<128>(float (&d)[64], const u32 (&a)[4], u64 b) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// Products of a warp alone, which nothing else runs beside. Four matrices of 8 rows of 16 bytes, whose rows
+// begin where lanes 0 .. 7, 8 .. 15 and so on say: lane 4 r + c gets words c of rows r.
+DEV void load_matrices(u32 (&words)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row)
+               : "memory");
+}
+// d += a b, d [16, 8], 16 terms. a: matrices (rows 0 .. 7, terms 0 .. 7), (rows 8 .. 15, terms 0 .. 7), (rows
+// 0 .. 7, terms 8 .. 15), (rows 8 .. 15, terms 8 .. 15); b: rows of terms, 0 .. 7 and 8 .. 15.
+DEV void multiply_warp(float* d, const u32 (&a)[4], u32 b_first, u32 b_last) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_first), "r"(b_last));
+}
+
 // Keeps the assembler from computing a value only after a wait that follows: it stores it, for nobody.
 DEV void stay_before(float value, u32 scratch) {
   asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(scratch), "f"(value) : "memory");
@@ -222,6 +245,8 @@ DEV float reciprocal(float x) {
   return y;
 }
 DEV float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEV u32 bits_of(float value) { return __float_as_uint(value); }
+DEV float float_of(u32 bits) { return __uint_as_float(bits); }
 // Two values rounded to 16 bits, the first in the low half.
 DEV u32 pack(float low, float high) {
   u32 both;

@@ -28,18 +28,16 @@ PAGE_SIZES = (16, 32, 64)
 INTEGERS = {torch.int32: "int", torch.int64: "long long"}
 # Registers per thread of the copying and the computing warpgroups, by the number of the latter: all of them
 # share the 64 K of a multiprocessor.
-REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160)}
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+BLOCK_N = 128  # keys of a step, as in attention.cu
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """block_n: keys at a time, 64 or 128. warpgroups: of 64 rows each. stages: keys and values in shared
-    memory. pingpong: warpgroups take turns at issuing products."""
+    """warpgroups: of 64 rows each, 2 or 3. stages: steps' keys and values in shared memory, at least 2."""
 
-    block_n: int = 128
-    warpgroups: int = 2
-    stages: int = 2
-    pingpong: bool = True
+    warpgroups: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +133,8 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "HALF": int(shape.dtype == torch.float16),
         "WINDOWED": int(shape.is_windowed),
         "SINKS": int(shape.has_sinks),
-        "BLOCK_N": variant.block_n,
         "WARPGROUPS": variant.warpgroups,
         "STAGES": variant.stages,
-        "PINGPONG": int(variant.pingpong),
         "PRODUCER_REGISTERS": producer,
         "CONSUMER_REGISTERS": consumer,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
@@ -149,10 +145,10 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, two tiles."""
+    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, tiles, a factor."""
     queries = 2 * variant.warpgroups * 64 * head_dim * 2
-    keys_and_values = 2 * variant.stages * variant.block_n * head_dim * 2
-    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28
+    keys_and_values = 2 * variant.stages * BLOCK_N * head_dim * 2
+    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28 + 4
 
 
 def count_tiles(num_tokens: int, num_sequences: int, group: int, variant: Variant) -> int:
