@@ -150,7 +150,9 @@ class Case:
             largest = max(largest, float(values.abs().max()))
         self.allowed = torch.full_like(summed, TOLERANCE * largest)
         if is_fp8:
-            self.allowed = RESULT_TOLERANCE * self.expected.abs() + SUM_TOLERANCE * summed
+            allowed = RESULT_TOLERANCE * self.expected.abs() + SUM_TOLERANCE * summed
+            # A value whose code is zero allows nothing.
+            self.allowed = allowed.clamp_min(torch.finfo(torch.float32).tiny)
         self.k_cache, self.v_cache = (
             Fp8Cache(*quantise_rows(cache), torch.bfloat16) if is_fp8 else cache for cache in caches
         )
