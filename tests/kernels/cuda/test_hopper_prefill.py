@@ -200,14 +200,15 @@ def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, 
     "mistake",
     [
         ("    if (end != 0) wait(shared.k_full(k.stage), k.parity);\n", ""),
-        pytest.param(("|| is_masked(tile.begin)", "|| false"), marks=pytest.mark.slow),
+        pytest.param(("if (is_masked(tile.begin))", "if (false)"), marks=pytest.mark.slow),
         pytest.param(
             ("    const KeyPlace k(done);\n    wait(shared.q_full(q.stage), q.parity);\n",
              "    const KeyPlace k(done);\n"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("    products_wait<1>();\n    hold(output), hold(weights);\n", ""), marks=pytest.mark.slow
+            ("products_wait<1>();\n    hold(output)", "products_wait<2>();\n    hold(output)"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(("j < tile.end; ++j) pass_over();", "false;) pass_over();"), marks=pytest.mark.slow),
         pytest.param(("own_end = last_position", "own_end = first_position"), marks=pytest.mark.slow),
@@ -227,7 +228,7 @@ MISTAKES = {
     ),
 }
 SLOW_MISTAKES = {
-    "scores_are_read_before_they_come": ("    products_wait<1>();\n    hold(scores);\n", ""),
+    "scores_are_read_before_they_come": ("    products_wait<1>();\n    hold(scores)", "    hold(scores)"),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
     "a_stage_is_reused_early": (
         "    wait(KEYS ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);\n",
@@ -240,8 +241,6 @@ SLOW_MISTAKES = {
     "masks_begin_late": ("(j + 1) * BLOCK_N > first_position + 1", "(j + 1) * BLOCK_N > first_position + 40"),
     "no_barrier_behind_the_zeros": ("  named_sync(OWN + warpgroup, 128);", ""),
 }
-
-
 # In steps that look for the maximum first.
 WINDOWED_MISTAKES = {
     "weights_change_under_a_product": (
