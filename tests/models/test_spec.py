@@ -52,7 +52,7 @@ BEYOND_LLAMA: dict[str, dict[str, Any]] = {
 def test_the_fast_paths_take_no_family_whose_traits_they_lack(trait: str) -> None:
     spec = replace(LLAMA, **BEYOND_LLAMA[trait])
     assert not spec.fits_fused_cpu_decode
-    assert spec.fits_weight_tape == (trait in ("norm of heads", "experts"))
+    assert spec.fits_weight_tape == (trait == "norm of heads")
 
 
 @pytest.mark.parametrize(

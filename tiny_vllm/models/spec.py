@@ -140,7 +140,7 @@ class ModelSpec:
     @property
     def fits_fused_cpu_decode(self) -> bool:
         """Whether the fused CPU step computes this model (see kernels/cpu_decode)."""
-        return self._is_llama_like and self.qk_norm is None and self.experts is None
+        return self._is_llama_like and self.qk_norm is None
 
     @property
     def fits_weight_tape(self) -> bool:
@@ -149,8 +149,8 @@ class ModelSpec:
 
     @property
     def _is_llama_like(self) -> bool:
-        """Experts, norms of queries and keys, biases, and partial or scaled rotation apart, what the Llama
-        family computes, in every layer."""
+        """Norms of queries and keys, biases, and partial or scaled rotation apart, what the Llama family
+        computes, in every layer."""
         is_plain_attention = (
             self.attention_scale is None
             and self.attention_softcap is None
@@ -166,7 +166,7 @@ class ModelSpec:
             and self.logit_divisor == 1.0
             and self.logit_softcap is None
         )
-        return is_plain_attention and is_plain_stream and self.activation == "silu"
+        return is_plain_attention and is_plain_stream and self.activation == "silu" and self.experts is None
 
     @property
     def widest_intermediate_size(self) -> int:

@@ -1,8 +1,7 @@
 """Decode steps of few slots as one launch each: the weight-tape kernel over a model's weights and pages.
 
 The tape is a second copy of the matrices, in the kernel's own order: the products of prefill and of larger
-batches read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B). Experts
-are read where they are: of Qwen3-30B-A3B 2.4 of 61 GB are held twice.
+batches read plain rows. It costs the model's weights once more in memory (2.5 GB for Llama-3.2-1B).
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from tiny_vllm.models.weights import ModelWeights
 
 
 def tape_shape(spec: ModelSpec, page_size: int) -> TapeShape:
-    experts = spec.experts
     return TapeShape(
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.widest_intermediate_size,
+        intermediate_size=spec.intermediate_size,
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -43,9 +41,6 @@ def tape_shape(spec: ModelSpec, page_size: int) -> TapeShape:
         page_size=page_size,
         qkv_bias=spec.qkv_bias,
         qk_norm=spec.qk_norm == "head",
-        num_experts=experts.num_experts if experts else 0,
-        num_picks=experts.num_active if experts else 0,
-        normalize=experts is None or experts.normalize,
     )
 
 
@@ -83,17 +78,12 @@ def spec_obstacle(spec: ModelSpec, page_size: int) -> str | None:
         return f"only {spec.rope.rotary_dim} of {spec.head_dim} dimensions of a head are rotated"
     if spec.output_bias or spec.mlp_bias:
         return "the output or the feed-forward projections have biases"
-    if spec.experts and spec.experts.bias:
-        return "the router or the experts have biases"
-    if spec.experts and spec.experts.dense_layers:
-        return f"{len(spec.experts.dense_layers)} layers have no experts"
     return unsupported(tape_shape(spec, page_size))
 
 
 def tape_bytes(spec: ModelSpec, page_size: int) -> int:
-    """Memory of the tape, and of the routers' second copy."""
-    shape = tape_shape(spec, page_size)
-    return TapeLayout.of(shape).num_bytes + 2 * shape.num_layers * shape.num_experts * shape.hidden_size
+    """Memory of the tape."""
+    return TapeLayout.of(tape_shape(spec, page_size)).num_bytes
 
 
 def compile_tape(
@@ -181,13 +171,7 @@ def _tape_model(
         if layer.q_norm is not None and layer.k_norm is not None
     ]
     biases = [layer.qkv_bias for layer in weights.layers if layer.qkv_bias is not None]
-    routers = [layer.router for layer in weights.layers if layer.router is not None]
-    matrices = (
-        TapeMatrices(layer.qkv, layer.output, layer.gate_up, layer.down)
-        if layer.router is None
-        else TapeMatrices(layer.qkv, layer.output, None, None)
-        for layer in weights.layers
-    )
+    matrices = (TapeMatrices(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in weights.layers)
     return TapeModel(
         layout,
         tape=pack_tape(layout, matrices, weights.lm_head),
@@ -200,6 +184,4 @@ def _tape_model(
         scale=spec.head_dim**-0.5,
         qk_norms=torch.stack(qk_norms) if qk_norms else None,
         qkv_bias=torch.stack(biases) if biases else None,
-        routers=torch.stack(routers) if routers else None,
-        experts=tuple((layer.gate_up, layer.down) for layer in weights.layers) if routers else (),
     )

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from tests.helpers.tape_world import (
-    PAGE_SIZE,
-    World,
-    choose_token,
-    error,
-    make_world,
-    new_rows,
-    reference,
-    start,
-)
 from tiny_vllm.kernels.draw_tokens import draw_tokens_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
+from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import INTERPRETED
-from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
-from tiny_vllm.models.tape_decode import compile_tape
+from tiny_vllm.models.kv_cache import KVCache
+from tiny_vllm.models.rope import rope_table
+from tiny_vllm.models.spec import ModelSpec, RopeSpec
+from tiny_vllm.models.tape_decode import TapeDecode, compile_tape
+from tiny_vllm.models.weights import LayerWeights, ModelWeights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +28,7 @@ pytestmark = [
         reason="the weight tape is CUDA C++ for sm_90 and newer",
     ),
 ]
+PAGE_SIZE = 16
 NUM_SLOTS = 10
 MAX_LEN = 6144
 SHAPES = {
@@ -41,61 +39,163 @@ SHAPES = {
     "normed": dict(
         hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm="head"
     ),
-    # Qwen3-30B-A3B, and another mixture.
-    "experts": dict(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        qk_norm="head",
-        experts=ExpertsSpec(num_experts=128, num_active=8, intermediate_size=768),
-    ),
-    "shares of all": dict(
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
-        experts=ExpertsSpec(num_experts=300, num_active=4, intermediate_size=512, normalize=False),
-    ),
     "biased": dict(
         hidden_size=2048, intermediate_size=11008, num_heads=16, num_kv_heads=2, head_dim=128, qkv_bias=True
     ),
 }
 
 
-def gpu_world(name: str) -> World:
+@dataclass
+class World:
+    spec: ModelSpec
+    weights: ModelWeights
+    cache: KVCache
+    cos_sin: Tensor
+    state: SlotState
+    temperature: Tensor
+    tape: TapeDecode
+
+
+def make_world(name: str, *, num_layers: int = 2, vocab_size: int = 32003) -> World:
     device = torch.device("cuda")
     sizes = SHAPES[name]
     spec = ModelSpec(
-        **{
-            "family": "llama",
-            "vocab_size": 32003,
-            "num_layers": 2,
-            "max_position_embeddings": MAX_LEN,
-            "rms_norm_eps": 1e-5,
-            "rope": RopeSpec(theta=500000.0, rotary_dim=sizes["head_dim"]),
-            **sizes,
-        }
+        family="llama",
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        max_position_embeddings=MAX_LEN,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=500000.0, rotary_dim=sizes["head_dim"]),
+        **sizes,
     )
+    torch.manual_seed(0)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(rows, columns, device=device) * columns**-0.5 * scale
+        return values.to(torch.bfloat16)
+
+    def norm() -> Tensor:
+        return (1 + 0.1 * torch.randn(spec.hidden_size, device=device)).to(torch.bfloat16)
+
+    def head_norm() -> Tensor:
+        return (1 + 0.3 * torch.randn(spec.head_dim, device=device)).to(torch.bfloat16)
+
+    layers = [
+        LayerWeights(
+            norm(),
+            matrix(spec.qkv_size, spec.hidden_size),
+            matrix(spec.hidden_size, spec.q_size),
+            norm(),
+            matrix(2 * spec.intermediate_size, spec.hidden_size),
+            matrix(spec.hidden_size, spec.intermediate_size),
+            qkv_bias=matrix(1, spec.qkv_size, 20.0)[0] if spec.qkv_bias else None,
+            q_norm=head_norm() if spec.qk_norm else None,
+            k_norm=head_norm() if spec.qk_norm else None,
+        )
+        for _ in range(num_layers)
+    ]
+    weights = ModelWeights(
+        matrix(vocab_size, spec.hidden_size, 2.0), layers, norm(), matrix(vocab_size, spec.hidden_size, 4.0)
+    )
+    pages_per_slot = MAX_LEN // PAGE_SIZE
+    cache = KVCache.allocate(
+        spec,
+        num_pages=NUM_SLOTS * pages_per_slot + 1,
+        page_size=PAGE_SIZE,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    pages = torch.randperm(NUM_SLOTS * pages_per_slot, device=device).view(NUM_SLOTS, -1) + 1
+    zeros = torch.zeros(NUM_SLOTS, dtype=torch.int64, device=device)
+    state = SlotState(
+        pages, zeros.clone(), zeros.clone(), torch.arange(NUM_SLOTS, device=device) * 7919 + 3, zeros.clone()
+    )
+    cos_sin = rope_table(spec.rope, max_len=MAX_LEN).to(device)
+    temperature = torch.zeros(NUM_SLOTS, device=device)
     functions = compile_tape(spec, PAGE_SIZE, NUM_SLOTS, device)
-    return make_world(spec, functions, device=device, max_len=MAX_LEN, num_slots=NUM_SLOTS)
+    tape = TapeDecode(spec, weights, cos_sin, cache, state, temperature, functions)
+    return World(spec, weights, cache, cos_sin, state, temperature, tape)
 
 
 _worlds: dict[str, World] = {}
 
 
-def needs_rows(world: World, num_rows: int) -> None:
-    if num_rows > world.tape.max_rows:
-        pytest.skip(f"with experts the kernel takes {world.tape.max_rows} row")
-
-
 @pytest.fixture(params=list(SHAPES))
 def world(request: pytest.FixtureRequest) -> World:
     if request.param not in _worlds:
-        _worlds[request.param] = gpu_world(request.param)
+        _worlds[request.param] = make_world(request.param)
     return _worlds[request.param]
+
+
+def start(world: World, slots: list[int], positions: list[int]) -> None:
+    """Random keys and values up to each slot's position, NaN behind; random tokens."""
+    torch.manual_seed(sum(positions))
+    state, cache = world.state, world.cache
+    for pages in (cache.k, cache.v):
+        pages.normal_()
+    pages_nan = torch.full((), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for slot, position in zip(slots, positions, strict=True):
+        state.computed_len[slot] = position
+        state.last_token[slot] = int(torch.randint(0, world.spec.vocab_size, ()))
+        page, offset = position // PAGE_SIZE, position % PAGE_SIZE
+        for cached in (cache.k, cache.v):
+            cached[:, state.page_table[slot, page], :, offset:] = pages_nan
+            cached[:, state.page_table[slot, page + 1 :]] = pages_nan
+    state.sample_position.fill_(5)
+    world.temperature.zero_()
+
+
+def reference(world: World, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [vocab] and new keys and values [layers, kv_heads, head_dim] of a slot's next step."""
+    spec, weights, state = world.spec, world.weights, world.state
+    position = int(state.computed_len[slot])
+    half = spec.head_dim // 2
+    cos, sin = world.cos_sin[position].to(dtype).split(half)
+    keys, values = [], []
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.rms_norm_eps)).to(
+            dtype
+        ) * weight.to(dtype)
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    x = weights.embedding[state.last_token[slot]].to(dtype)
+    for index, layer in enumerate(weights.layers):
+        qkv = layer.qkv.to(dtype) @ rms(x, layer.input_norm)
+        if layer.qkv_bias is not None:
+            qkv = qkv + layer.qkv_bias.to(dtype)
+        kv_size = spec.num_kv_heads * spec.head_dim
+        q, k, v = (t.view(-1, spec.head_dim) for t in qkv.split([spec.q_size, kv_size, kv_size]))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
+        q, k = rotate(q), rotate(k)
+        keys.append(k)
+        values.append(v)
+        past = [
+            cached[index, state.page_table[slot]].transpose(1, 2).flatten(0, 1)[:position].to(dtype)
+            for cached in (world.cache.k, world.cache.v)
+        ]
+        k_all, v_all = torch.cat((past[0], k[None])), torch.cat((past[1], v[None]))
+        group = spec.num_heads // spec.num_kv_heads
+        k_all, v_all = k_all.repeat_interleave(group, 1), v_all.repeat_interleave(group, 1)
+        scores = torch.einsum("hd,thd->ht", q, k_all) * spec.head_dim**-0.5
+        attended = torch.einsum("ht,thd->hd", scores.float().softmax(-1).to(dtype), v_all)
+        x = x + layer.output.to(dtype) @ attended.flatten()
+        gate, up = (layer.gate_up.to(dtype) @ rms(x, layer.post_attention_norm)).chunk(2)
+        x = x + layer.down.to(dtype) @ (F.silu(gate) * up)
+    return weights.lm_head.to(dtype) @ rms(x, weights.final_norm), torch.stack(keys), torch.stack(values)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+def new_rows(world: World, cached: Tensor, slot: int, position: int) -> Tensor:
+    return cached[:, world.state.page_table[slot, position // PAGE_SIZE], :, position % PAGE_SIZE]
 
 
 CASES = {
@@ -113,11 +213,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_new_rows_are_as_near_to_fp32_as_bf16_torch(world: World, case: str) -> None:
     positions = CASES[case]
-    needs_rows(world, len(positions))
     slots = list(range(len(positions)))[::-1]
     start(world, slots, positions)
-    for slot in slots:
-        choose_token(world, slot)
     step = world.tape.step(len(slots))
     step.slots.fill_(NUM_SLOTS)
     step.slots[: len(slots)] = torch.tensor(slots)
@@ -141,7 +238,6 @@ def test_logits_and_new_rows_are_as_near_to_fp32_as_bf16_torch(world: World, cas
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8])
 def test_it_draws_what_the_rule_of_the_race_says_and_moves_the_slots_on(world: World, num_rows: int) -> None:
-    needs_rows(world, num_rows)
     positions = [77 + 300 * row for row in range(num_rows)]
     slots = list(range(1, num_rows + 1))
     start(world, slots, positions)
@@ -165,17 +261,13 @@ def test_it_draws_what_the_rule_of_the_race_says_and_moves_the_slots_on(world: W
 
 
 def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
-    num_rows = min(world.tape.max_rows, 2)
-    slots, positions = [3, 1][:num_rows], [480, 900][:num_rows]
-    num_steps = 1000 if world.spec.head_dim == 64 else 200
-    step = world.tape.step(num_rows)
+    slots, positions, num_steps = [3, 1], [480, 900], 1000 if world.spec.head_dim == 64 else 100
+    step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
-    drawn = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    drawn = torch.empty(2, dtype=torch.int64, device="cuda")
     runs = []
     for captured in (False, True, False):
         start(world, slots, positions)
-        if world.spec.experts:
-            world.temperature.fill_(1.0)  # so that picks change
         step.logits.fill_(float("nan"))
         if captured:
             graph = torch.cuda.CUDAGraph()
@@ -199,26 +291,24 @@ def test_steps_repeat_bit_for_bit_also_inside_a_graph(world: World) -> None:
 
 
 def test_a_row_whose_logits_are_not_finite_is_reported_and_hurts_no_other(world: World) -> None:
-    num_rows = min(world.tape.max_rows, 2)
-    slots, positions = [2, 5][-num_rows:], [100, 200][-num_rows:]
+    slots, positions = [2, 5], [100, 200]
     start(world, slots, positions)
-    step = world.tape.step(num_rows)
+    step = world.tape.step(2)
     step.slots.copy_(torch.tensor(slots))
     world.cache.v[:, world.state.page_table[5, 1]] = float("nan")
-    tokens = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    tokens = torch.empty(2, dtype=torch.int64, device="cuda")
     step.draw(tokens, stores_logits=True)
     torch.cuda.synchronize()
-    others = [int(row.argmax()) for row in step.logits[:-1]]
-    assert tokens.tolist() == [*others, -1]
-    assert world.state.last_token[slots].tolist() == [*others, 0]
+    assert tokens.tolist() == [int(step.logits[0].argmax()), -1]
+    assert world.state.last_token[slots].tolist() == [int(tokens[0]), 0]
 
 
 STUCK = """
 import torch
-from tests.kernels.gpu.test_weight_tape import gpu_world
+from tests.kernels.gpu.test_weight_tape import make_world
 from tiny_vllm.kernels.weight_tape.step import NUM_THREADS
 
-world = gpu_world("1b")
+world = make_world("1b")
 step = world.tape.step(1)
 # Half of the blocks are missing, so the others wait for vectors that never come.
 function = world.tape.function(1)

@@ -20,7 +20,7 @@ CASES = [
 @pytest.fixture(params=["1b", "8b"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tape.World:
     monkeypatch.setattr(tape, "MAX_LEN", 33_024)
-    return tape.gpu_world(request.param)
+    return tape.make_world(request.param)
 
 
 @pytest.mark.parametrize("positions", CASES, ids=lambda positions: f"{len(positions)} rows")

@@ -7,9 +7,6 @@ padded with zeros: `TapeLayout.overhead` says by how much. Inside a chunk come 4
 once lies together; `pack.pack_matrix` has the whole order.
 
 A unit of gate and up holds 4 rows of gate and the 4 rows of up that belong to them.
-
-Of a mixture of experts only QKV, output and LM head are on the tape. The picked experts' rows are read where
-they are, in chunks of 4 or 8 whole rows or, of longer ones, as many pieces: see experts.cu.
 """
 
 from __future__ import annotations
@@ -27,15 +24,6 @@ XS_PADDING = 64
 MAX_OVERHEAD = 0.08
 MAX_PART_FLOATS = 16_384
 MAX_STAGES = 12
-RING_STAGES = 8
-"""With experts. What is left holds the next layer's first chunks while the ring waits for the router: each
-makes QKV earlier, but four chunks of down in flight need a ring of eight."""
-MAX_HELD = 8
-MAX_EXPERTS = 512
-MAX_EXPERT_HIDDEN = 4096
-"""A thread takes eight values of the hidden vector."""
-LOGIT_WORDS = 8
-"""Of a router's logit in the exchange: a sector of its own, for all blocks poll it."""
 WINDOW = 3
 """Chunks in flight per block: 48 KB saturate memory, more makes the blocks' shares unequal."""
 NUM_CONSUMERS = 512
@@ -43,11 +31,7 @@ NUM_CONSUMERS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapeShape:
-    """What the kernel is generated for: a Llama-like model and its page size, in tokens.
-
-    intermediate_size: of all experts together that a token picks, where there are experts. num_experts,
-    num_picks: 0 without. normalize: whether the picks' weights are brought to a sum of 1.
-    """
+    """What the kernel is generated for: a Llama-like model and its page size, in tokens."""
 
     hidden_size: int
     intermediate_size: int
@@ -59,14 +43,6 @@ class TapeShape:
     page_size: int
     qkv_bias: bool = False
     qk_norm: bool = False
-    num_experts: int = 0
-    num_picks: int = 0
-    normalize: bool = True
-
-    @property
-    def expert_size(self) -> int:
-        """Intermediate size of one expert."""
-        return self.intermediate_size // self.num_picks
 
     @property
     def q_size(self) -> int:
@@ -83,15 +59,8 @@ class TapeShape:
 
     @property
     def num_weights(self) -> int:
-        """Values of matrices that a step reads."""
-        beside = (self.num_experts + 3 * self.intermediate_size) * self.hidden_size
-        return self.num_tape_weights + (self.num_layers * beside if self.num_experts else 0)
-
-    @property
-    def num_tape_weights(self) -> int:
-        """Those of them that are on the tape."""
-        mlp = 0 if self.num_experts else 3 * self.intermediate_size
-        layer = (self.qkv_size + self.q_size + mlp) * self.hidden_size
+        """Values that a step reads from the tape's matrices."""
+        layer = (self.qkv_size + self.q_size + 3 * self.intermediate_size) * self.hidden_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
 
@@ -135,8 +104,7 @@ def _matrix(rows: int, columns: int, *, by_unit: bool = True, unit_rows: int = U
 
 @dataclass(frozen=True, slots=True)
 class TapeLayout:
-    """The five matrices of a shape. gate_up's units are counted by its rows of gate. With experts, gate_up
-    and down say what a block computes of all picked ones together, but are not on the tape."""
+    """The five matrices of a shape. gate_up's units are counted by its rows of gate."""
 
     shape: TapeShape
     qkv: MatrixLayout
@@ -158,8 +126,7 @@ class TapeLayout:
 
     @property
     def layer_values(self) -> int:
-        beside = () if self.shape.num_experts else (self.gate_up, self.down)
-        return sum(m.num_values for m in (self.qkv, self.output, *beside))
+        return sum(m.num_values for m in (self.qkv, self.output, self.gate_up, self.down))
 
     @property
     def num_bytes(self) -> int:
@@ -169,48 +136,7 @@ class TapeLayout:
     @property
     def overhead(self) -> float:
         """Padding, as a share of the weights that a step reads."""
-        return (self.num_bytes / 2 - self.shape.num_tape_weights) / self.shape.num_weights
-
-
-@dataclass(frozen=True, slots=True)
-class RowsLayout:
-    """Chunks of an expert's rows as they lie: 2 * half rows by chunk_columns columns, num_column_chunks of
-    which make whole rows."""
-
-    half: int
-    num_column_chunks: int
-    chunk_columns: int
-
-    @property
-    def part_floats(self) -> int:
-        """Partial sums of a row: of 4 warps and 8 / half segments of the columns, for each chunk."""
-        return self.num_column_chunks * 32 // self.half
-
-
-def pair_rows(shape: TapeShape) -> RowsLayout:
-    """Of gate and up: `half` rows of gate and those of up that belong to them."""
-    num_column_chunks = _ceil_div(shape.hidden_size, 2 * MAX_CHUNK_COLUMNS)
-    columns = shape.hidden_size // num_column_chunks
-    return RowsLayout(2 if columns > MAX_CHUNK_COLUMNS else 4, num_column_chunks, columns)
-
-
-def sum_rows(shape: TapeShape) -> RowsLayout:
-    """Of down: the widest chunks of 8 rows."""
-    columns = next(width for width in (1024, 768, 512, 256) if shape.expert_size % width == 0)
-    return RowsLayout(4, shape.expert_size // columns, columns)
-
-
-def router_rows(shape: TapeShape) -> int:
-    """Per block."""
-    return _ceil_div(shape.num_experts, NUM_BLOCKS)
-
-
-def _expert_floats(layout: TapeLayout) -> tuple[int, int]:
-    """Partial sums of gate and up, and of down."""
-    shape = layout.shape
-    pairs = layout.gate_up.units * (UNIT_ROWS // 2) * 2 * pair_rows(shape).part_floats
-    row = shape.num_picks * sum_rows(shape).part_floats + 8
-    return pairs, layout.output.units * UNIT_ROWS * row
+        return self.num_bytes / 2 / self.shape.num_weights - 1
 
 
 def splits(shape: TapeShape, tokens: int) -> int:
@@ -227,14 +153,13 @@ class BlockPlan:
     """How a block's shared memory is used for one number of tokens.
 
     stages: of the ring. xs_columns: of the input vectors, held at a time. part_floats: of partial sums.
-    shared_bytes: in all. held: stages beside the ring for the next layer's first chunks.
+    shared_bytes: in all.
     """
 
     stages: int
     xs_columns: int
     part_floats: int
     shared_bytes: int
-    held: int = 0
 
 
 def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
@@ -242,34 +167,25 @@ def plan_block(layout: TapeLayout, tokens: int) -> BlockPlan | None:
     shape = layout.shape
     whole = (layout.qkv, layout.output, layout.gate_up, layout.lm_head)
     least_columns = max(m.num_column_chunks * m.chunk_columns for m in whole)
-    if shape.num_experts:
-        columns = max(least_columns, shape.intermediate_size)
-    else:
-        columns = _down_columns(layout, least_columns, tokens)
+    columns = _down_columns(layout, least_columns, tokens)
     part = least_part = max(
         16 * shape.group * 64,
         *(m.units * m.part_floats(tokens) for m in (layout.qkv, layout.output, layout.down)),
         *(4 * m.part_floats(tokens) for m in (layout.gate_up, layout.lm_head)),
-        *(_expert_floats(layout) if shape.num_experts else ()),
     )
     if layout.output.units * UNIT_ROWS * tokens > NUM_CONSUMERS:
         return None  # a thread keeps one residual
     fixed = tokens * (columns * 2 + XS_PADDING) + part * 4 + _small_bytes(shape, tokens)
     stages = min((SHARED_BYTES - fixed) // CHUNK_BYTES, MAX_STAGES)
-    held = 0
-    if shape.num_experts:
-        held = max(min(stages - RING_STAGES, MAX_HELD, layout.qkv.num_chunks), 0)
-        stages -= held
     # Else a warp group could mistake an earlier use of a stage, by another group, for the next one.
     if stages < 4 + WINDOW:
         stages = stages // 4 * 4
     if stages == 0:
         return None
     # What is left lets more units' partial sums wait for one addition.
-    chunk_bytes = (stages + held) * CHUNK_BYTES
-    spare = (SHARED_BYTES - fixed - chunk_bytes) // 32 * 8
-    part += max(min(spare, MAX_PART_FLOATS - part), 0)
-    return BlockPlan(stages, columns, part, chunk_bytes + fixed + 4 * (part - least_part), held)
+    spare = (SHARED_BYTES - fixed - stages * CHUNK_BYTES) // 32 * 8
+    part += min(spare, MAX_PART_FLOATS - part)
+    return BlockPlan(stages, columns, part, stages * CHUNK_BYTES + fixed + 4 * (part - least_part))
 
 
 def _down_columns(layout: TapeLayout, least: int, tokens: int) -> int:
@@ -293,8 +209,7 @@ def _small_bytes(shape: TapeShape, tokens: int) -> int:
     per_token = _ceil_div(shape.hidden_size, 256) * 4 + 8 + 3 * 4 + 2 * 4 + 4
     rest = shape.head_dim * 4 + tokens * per_token + MAX_STAGES * 16 + 64 + 48
     rest += 4 * tokens * _ceil_div(_ceil_div(shape.hidden_size, UNIT_ROWS), NUM_BLOCKS) * UNIT_ROWS
-    experts = 4 * router_rows(shape) * _ceil_div(shape.hidden_size, 256) + 8 * shape.num_picks
-    return _ceil_div(max(attention, draw, experts) + rest, 16) * 16
+    return _ceil_div(max(attention, draw) + rest, 16) * 16
 
 
 def unsupported(shape: TapeShape) -> str | None:
@@ -307,8 +222,6 @@ def unsupported(shape: TapeShape) -> str | None:
         return f"the page size {shape.page_size} is no multiple of 16"
     if shape.hidden_size % 8 or shape.intermediate_size % 8:
         return "the hidden or the intermediate size is no multiple of 8"
-    if shape.num_experts and (found := _unsupported_experts(shape)):
-        return found
     layout = TapeLayout.of(shape)
     # The exchange relies on every block's having published a part of the hidden vector.
     if (NUM_BLOCKS - 1) * layout.output.units * UNIT_ROWS >= shape.hidden_size:
@@ -318,36 +231,15 @@ def unsupported(shape: TapeShape) -> str | None:
         return f"dealing its rows to {NUM_BLOCKS} blocks would add {overhead:.0%} to what a step reads"
     if not token_buckets(shape):
         return "its vectors do not fit into a block's shared memory"
-    plan = plan_block(layout, 1)
-    if shape.num_experts and plan is not None and plan.stages < RING_STAGES:
-        return (
-            f"its vectors and sums leave a ring of {plan.stages} stages of {RING_STAGES} needed with experts"
-        )
-    return None
-
-
-def _unsupported_experts(shape: TapeShape) -> str | None:
-    if not shape.num_picks <= shape.num_experts <= MAX_EXPERTS:
-        return f"{shape.num_picks} of {shape.num_experts} experts are not up to {MAX_EXPERTS}"
-    step = UNIT_ROWS * NUM_BLOCKS
-    if shape.hidden_size % max(step, 256) or shape.hidden_size > MAX_EXPERT_HIDDEN:
-        return f"{shape.hidden_size} hidden values are no multiple of {step} up to {MAX_EXPERT_HIDDEN}"
-    if shape.expert_size % 256:
-        return f"an expert's intermediate size of {shape.expert_size} is no multiple of 256"
-    if shape.intermediate_size % (step // 2):
-        return (
-            f"{shape.num_picks} times {shape.expert_size} rows of picked experts cannot be dealt evenly to "
-            f"{NUM_BLOCKS} blocks"
-        )
     return None
 
 
 def token_buckets(shape: TapeShape) -> tuple[int, ...]:
-    """Numbers of tokens whose vectors fit, rising; with experts only one."""
+    """Numbers of tokens whose vectors fit, rising."""
     layout = TapeLayout.of(shape)
     return tuple(
         tokens
-        for tokens in (TOKEN_BUCKETS[:1] if shape.num_experts else TOKEN_BUCKETS)
+        for tokens in TOKEN_BUCKETS
         if splits(shape, tokens) * 64 >= shape.head_dim and plan_block(layout, tokens) is not None
     )
 
@@ -376,22 +268,7 @@ def defines(layout: TapeLayout, tokens: int) -> dict[str, int]:
         "QKV_BIAS": int(shape.qkv_bias),
         "QK_NORM": int(shape.qk_norm),
         "EXCHANGE_WORDS": exchange_words(shape, tokens),
-        "EXPERTS": shape.num_experts,
-        "HELD": plan.held,
-        "LOGIT_WORDS": LOGIT_WORDS,
     }
-    if shape.num_experts:
-        pairs, sums = pair_rows(shape), sum_rows(shape)
-        values |= {
-            "PICKS": shape.num_picks,
-            "NORMALIZE": int(shape.normalize),
-            "ROUTER_ROWS": router_rows(shape),
-            "PAIRS_HALF": pairs.half,
-            "PAIRS_KB": pairs.num_column_chunks,
-            "PAIRS_CK": pairs.chunk_columns,
-            "SUMS_KB": sums.num_column_chunks,
-            "SUMS_CK": sums.chunk_columns,
-        }
     for name, matrix in (
         ("QKV", layout.qkv),
         ("OUT", layout.output),
@@ -412,5 +289,4 @@ def exchange_words(shape: TapeShape, tokens: int) -> int:
     # Segments may lie apart: at most 32 values per 8.
     values = _ceil_div(4 * tokens * vectors, 8) * 8 + 5 * 128
     # Two buffers of BF16 vectors are as many words as one has values.
-    words = values + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS
-    return words + LOGIT_WORDS * tokens * shape.num_experts
+    return values + pairs * shape.group * (2 * shape.head_dim + 4) + 4 * tokens * NUM_BLOCKS

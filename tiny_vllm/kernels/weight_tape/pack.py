@@ -14,12 +14,12 @@ from tiny_vllm.kernels.weight_tape.layout import NUM_BLOCKS, UNIT_ROWS, MatrixLa
 @dataclass(frozen=True, slots=True)
 class TapeMatrices:
     """One layer's: qkv [qkv_size, hidden], output [hidden, q_size], gate_up [2 * intermediate, hidden], rows
-    of gate first, down [hidden, intermediate]. None for a mixture of experts, which is not on the tape."""
+    of gate first, down [hidden, intermediate]."""
 
     qkv: Tensor
     output: Tensor
-    gate_up: Tensor | None
-    down: Tensor | None
+    gate_up: Tensor
+    down: Tensor
 
 
 def pack_tape(layout: TapeLayout, layers: Iterable[TapeMatrices], lm_head: Tensor) -> Tensor:
@@ -28,11 +28,13 @@ def pack_tape(layout: TapeLayout, layers: Iterable[TapeMatrices], lm_head: Tenso
     tape = torch.empty(layout.num_bytes // 2, dtype=torch.bfloat16, device=lm_head.device)
     start = 0
     for layer in layers:
-        start = _append(tape, start, layout.qkv, layer.qkv)
-        start = _append(tape, start, layout.output, layer.output)
-        if layer.gate_up is not None and layer.down is not None:
-            start = _append(tape, start, layout.gate_up, _interleave(layer.gate_up))
-            start = _append(tape, start, layout.down, layer.down)
+        for matrix, rows in (
+            (layout.qkv, layer.qkv),
+            (layout.output, layer.output),
+            (layout.gate_up, _interleave(layer.gate_up)),
+            (layout.down, layer.down),
+        ):
+            start = _append(tape, start, matrix, rows)
     end = _append(tape, start, layout.lm_head, lm_head)
     assert end == tape.numel()
     return tape

@@ -2,8 +2,7 @@
 
     last tokens of 1 to 8 slots -> next tokens, written to the slot tables;  or their logits
 
-`tape.cu` describes the kernel, `experts.cu` what it does for a mixture of experts, with one slot. It is
-compiled for the model's shape, once per bucket of tokens. Formulas are
+`tape.cu` describes the kernel; it is compiled for the model's shape, once per bucket of tokens. Formulas are
 those of the decode chain's kernels. BF16 weights, K/V and exchanged values, FP32 accumulation; the residual
 stays in FP32. A step reads every weight once: its time is that of reading the tape and the K/V of the
 contexts, plus what the exchanges between blocks cost beyond what the ring hides.
@@ -39,7 +38,6 @@ from tiny_vllm.kernels.weight_tape.layout import (
     splits,
 )
 
-HERE = Path(__file__).parent
 NUM_THREADS = 576
 LOG2_E = 1.4426950408889634
 # A wait of this long inside the kernel ends it with an error.
@@ -63,9 +61,7 @@ class TapeModel:
     tape: see `pack`. norms [2 * layers + 1, hidden] BF16: input and post-attention norm of each layer,
     final norm. qk_norms [layers, 2, head_dim] and qkv_bias [layers, qkv_size] BF16, where the shape has
     them. embedding [vocab, hidden] BF16. cos_sin [max_len, head_dim] FP32. k_cache, v_cache [layers, pages,
-    kv_heads, page_size, head_dim] BF16. routers [layers, experts, hidden] BF16, and experts: each layer's
-    gate_up [experts, 2 * expert_size, hidden], rows of gate first, and down [experts, hidden, expert_size]
-    BF16, which are read in place.
+    kv_heads, page_size, head_dim] BF16.
     """
 
     layout: TapeLayout
@@ -79,8 +75,6 @@ class TapeModel:
     scale: float
     qk_norms: Tensor | None = None
     qkv_bias: Tensor | None = None
-    routers: Tensor | None = None
-    experts: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 class _Params(ctypes.Structure):
@@ -104,19 +98,18 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("kv_stream_limit", "kv_window")),
         *((name, ctypes.c_float) for name in ("eps", "score_scale")),
         *((name, ctypes.c_int) for name in ("window", "direct_limit", "draw", "zero")),
-        *((name, ctypes.c_void_p) for name in ("routers", "experts")),
     )
 
 
 def source() -> str:
-    text = (HERE / "tape.cu").read_text(encoding="utf-8")
-    for name in ("kv_stream.cu", "experts.cu"):
-        text = text.replace(f'#include "{name}"\n', (HERE / name).read_text(encoding="utf-8"))
-    return text
+    tape, stream = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("tape.cu", "kv_stream.cu")
+    )
+    return tape.replace('#include "kv_stream.cu"\n', stream)
 
 
 def macros(layout: TapeLayout, tokens: int) -> dict[str, int | str]:
-    """What the source is compiled with for one bucket of tokens."""
+    """What `tape.cu` is compiled with for one bucket of tokens."""
     noise = {"NOISE_GOLDEN": f"{GOLDEN_32}u", "NOISE_MIX_A": f"{MIX_32[0]}u", "NOISE_MIX_B": f"{MIX_32[1]}u"}
     return {
         **defines(layout, tokens),
@@ -167,9 +160,6 @@ class TapeStep:
             assert tensor is None or (tensor.is_contiguous() and tensor.device == device)
             return None if tensor is None else tensor.data_ptr()
 
-        # Where each layer's experts are.
-        places = [[address(matrix) for matrix in layer] for layer in model.experts]
-        self._experts = torch.tensor(places, dtype=torch.int64, device=device) if places else None
         tables = (state.computed_len, state.last_token, state.sample_position, state.stream, state.page_table)
         for table in tables:
             assert table.dtype == torch.int64
@@ -200,8 +190,6 @@ class TapeStep:
             score_scale=model.scale * LOG2_E,
             window=WINDOW,
             direct_limit=DIRECT_LIMIT,
-            routers=address(model.routers),
-            experts=address(self._experts),
         )
         self._launch = function.prepare(
             (self.parameters,), grid=NUM_BLOCKS, block=NUM_THREADS, cooperative=True

@@ -31,8 +31,7 @@
 //
 // Every wait for another block or for a copy gives up after WATCHDOG_NS with a trap: an error for the host
 // instead of a hang.
-// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py. With EXPERTS, experts.cu computes
-// what follows a layer's output projection.
+// The geometry (HIDDEN ... HEAD_CK) comes as macros from layout.py.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -48,20 +47,17 @@ constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int TOKEN_GROUPS = (TOKENS + 3) / 4;
 // Whether a thread that waits for several pieces of a vector asks for all of them again: with fewer tokens a
 // thread has one or two, and the next is there when the first is.
-constexpr bool ASKS_TOGETHER = TOKENS > 4 || EXPERTS;
+constexpr bool ASKS_TOGETHER = TOKENS > 4;
 constexpr int POSITIONS = 16;  // of one attention tile
 static_assert(GROUP <= 8 && PAGE_SIZE % POSITIONS == 0 && GROUP * HEAD_DIM % SPLITS == 0, "attention");
 #define NEG_INF (__int_as_float(0xff800000))
-// HELD: first chunks of a layer's QKV that have stages of their own, behind those of the ring.
-constexpr int ALL_STAGES = STAGES + HELD;
 
 // A phase's matrix as this block sees it. BY_UNIT: chunks go unit by unit; otherwise columns first.
-template <int UNITS_, int KB_, int CK_, bool BY_UNIT_, int HELD_ = 0>
+template <int UNITS_, int KB_, int CK_, bool BY_UNIT_>
 struct Matrix {
   static constexpr int UNITS = UNITS_, KB = KB_, CK = CK_, CHUNKS = UNITS * KB, BLOCKS = CK / 256,
                        BYTES = CK * 16;
   static constexpr bool BY_UNIT = BY_UNIT_;
-  static constexpr int HELD_CHUNKS = HELD_;
   static constexpr int SLICES = BY_UNIT ? KB * 4 : 16;    // partial sums per row
   static constexpr int STRIDE = SLICES * TOKENS * 8 + 8;  // floats per unit; the 8 spread the banks
   static constexpr int FITTING = PART_FLOATS / STRIDE;
@@ -70,7 +66,7 @@ struct Matrix {
   static_assert(CK % 256 == 0 && BYTES <= CHUNK_BYTES, "chunk");
   static_assert(ROUND > 0, "partial sums do not fit");
 };
-using Qkv = Matrix<QKV_UNITS, QKV_KB, QKV_CK, true, HELD>;
+using Qkv = Matrix<QKV_UNITS, QKV_KB, QKV_CK, true>;
 using Out = Matrix<OUT_UNITS, OUT_KB, OUT_CK, true>;
 using Up = Matrix<UP_UNITS, UP_KB, UP_CK, true>;
 using Down = Matrix<DOWN_UNITS, DOWN_KB, DOWN_CK, false>;
@@ -103,8 +99,7 @@ constexpr int X_QKV = 0, X_ATT = X_QKV + TOKENS * QkvVector::STRIDE,
               X_FF = X_H2 + TOKENS * HiddenVector::STRIDE,
               VECTOR_VALUES = (X_FF + TOKENS * FfVector::STRIDE + 7) / 8 * 8;
 constexpr int X_PART = VECTOR_VALUES, X_ML = X_PART + 2 * TOKENS * KV_HEADS * SPLITS * GROUP * HEAD_DIM,
-              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_LOGITS = X_BEST + 4 * TOKENS * CTAS,
-              X_END = X_LOGITS + LOGIT_WORDS * TOKENS * EXPERTS;
+              X_BEST = X_ML + 4 * TOKENS * KV_HEADS * SPLITS * GROUP, X_END = X_BEST + 4 * TOKENS * CTAS;
 static_assert(X_END <= EXCHANGE_WORDS && X_H1 % 8 == 0 && X_FF % 8 == 0, "exchange buffer");
 constexpr u32 EMPTY = 0xffffu;
 
@@ -129,8 +124,6 @@ struct Params {
   int kv_stream_limit, kv_window;        // see kv_stream.cu
   float eps, score_scale;                // score_scale: of the scores, times log2(e)
   int window, direct_limit, draw, zero;  // zero: 0
-  const u16* routers;                    // bf16 [LAYERS][EXPERTS][HIDDEN]
-  const u64* experts;                    // addresses [LAYERS][2]: of gate and up, and of down
 };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -323,13 +316,6 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
       float best_value[TOKENS * 16];
       u32 best_id[TOKENS * 16];
     };
-#if EXPERTS
-    struct {  // from a layer's router to the end of its down
-      float router_sums[ROUTER_ROWS * NORM_WARPS];
-      int picks[PICKS];
-      float pick_weights[PICKS];
-    };
-#endif
   };
   float cos_sin[HEAD_DIM];
   float residual[TOKENS * OWN_ROWS];
@@ -339,7 +325,7 @@ struct Shared {  // behind the ring, the input vectors and the partial sums
   u32 key[TOKENS * 2];
   float temperature[TOKENS];
   u32 kv_index;         // in the ring, of a layer's first chunk of keys and values
-  alignas(8) u64 full[ALL_STAGES], empty[ALL_STAGES];
+  alignas(8) u64 full[STAGES], empty[STAGES];
 };
 static_assert(sizeof(Shared) <= SMALL_BYTES, "layout.py counts too little");
 constexpr int Q_STRIDE = HEAD_DIM + 32;
@@ -361,15 +347,15 @@ struct Producer {
   u64 policy;
   int cta;
 
-  template <class M, int FIRST = 0>
+  template <class M>
   DEV void stream() {
     // The other lanes of the warp only count.
     if (KV_STREAM && (threadIdx.x & 31) != 0) {
-      index += M::CHUNKS - FIRST;
+      index += M::CHUNKS;
       return;
     }
 #pragma unroll 1
-    for (int c = FIRST; c < M::CHUNKS; c++, index++) {
+    for (int c = 0; c < M::CHUNKS; c++, index++) {
       const u32 stage = index % STAGES;
       claim(p.window, M::BYTES);
       copy_bulk(ring + stage * CHUNK_BYTES, source + (i64)cta * M::BYTES, M::BYTES, full + 8 * stage, policy);
@@ -441,9 +427,6 @@ struct Consumer {
   int t, warp, lane, group, quarter, g, q;  // g, q: row and column of this lane in a tensor-core fragment
   uint4 v[8];                               // the lane's part of a chunk
   uint4 x[TOKEN_GROUPS][4];                 // the lane's part of the input vectors
-#if HELD
-  u32 held_parity;  // of the layer's held chunks
-#endif
 
   // Re-reading the thread id at each phase keeps the compiler from holding dozens of addresses in registers.
   DEV void refresh() {
@@ -456,20 +439,10 @@ struct Consumer {
     q = lane & 3;
   }
 
-  // Of a matrix with held chunks `base` is such that the chunk behind them is the next of the ring.
-  template <class M>
-  static DEV bool is_held(int chunk) {
-    return M::HELD_CHUNKS > 0 && chunk < M::HELD_CHUNKS;
-  }
-
   template <class M>
   DEV void load_chunk(int chunk) {
-    const u32 index = base + chunk, stage = is_held<M>(chunk) ? STAGES + chunk : index % STAGES;
-#if HELD
-    barrier_wait(full + 8 * stage, is_held<M>(chunk) ? held_parity : (index / STAGES) & 1);
-#else
+    const u32 index = base + chunk, stage = index % STAGES;
     barrier_wait(full + 8 * stage, (index / STAGES) & 1);
-#endif
     __syncwarp();
     const uint4* from = (const uint4*)(ring + stage * CHUNK_BYTES + quarter * (M::BLOCKS * 1024)) + lane;
 #pragma unroll
@@ -485,9 +458,7 @@ struct Consumer {
     u32 mixed = 0;
 #pragma unroll
     for (int i = 0; i < M::BLOCKS * 2; i++) mixed ^= v[i].x;
-    if (lane == 0)
-      barrier_arrive(empty + 8 * (is_held<M>(chunk) ? STAGES + chunk : (base + chunk) % STAGES) +
-                     mixed * p.zero);
+    if (lane == 0) barrier_arrive(empty + 8 * ((base + chunk) % STAGES) + mixed * p.zero);
   }
 
   // The first chunk of a round, taken into registers before the phase's wait: four more free stages
@@ -1028,19 +999,16 @@ struct Pair {
 };
 
 #include "kv_stream.cu"
-#if EXPERTS
-#include "experts.cu"
-#endif
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 memory[];
-  u8* const xs = memory + ALL_STAGES * CHUNK_BYTES;
+  u8* const xs = memory + STAGES * CHUNK_BYTES;
   float* const part = (float*)(xs + TOKENS * XS_STRIDE);
   Shared& s = *(Shared*)(part + PART_FLOATS);
   const int tid = threadIdx.x, cta = blockIdx.x;
   const u32 full = shared_address(s.full), empty = shared_address(s.empty);
   if (tid == 0) {
-    for (int i = 0; i < ALL_STAGES; i++) {
+    for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
@@ -1056,17 +1024,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       const KvSource<true> values(p, cta);
 #pragma unroll 1
       for (int layer = 0; layer < LAYERS; layer++) {
-#if EXPERTS
-        prefetch_router(p, layer);
-#endif
         if (values.chunks > 0) values.stream(copier, s, layer);
         cleaner.clean();
       }
-#if EXPERTS
-    } else {
-      produce_with_experts(p, shared_address(memory), full, empty, s);
-    }
-#else
     } else if (KV_STREAM || tid == CONSUMERS) {
       Producer producer{p, p.tape, 0, shared_address(memory), full, empty, evict_first(), cta};
       producer.stream<Qkv>();
@@ -1082,7 +1042,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       }
       producer.stream<Head>();
     }
-#endif
     return;
   }
 
@@ -1135,10 +1094,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
   for (int layer = 0; layer < LAYERS; layer++) {
     // ---- QKV
     c.refresh();
-#if HELD
-    c.base -= HELD;
-    c.held_parity = layer & 1;
-#endif
     c.load_first<Qkv>(0, Qkv::CHUNKS);
     const u16* norm = p.norms + 2 * layer * HIDDEN;
     auto release = [&]() { c.release_first<Qkv>(0, Qkv::CHUNKS); };
@@ -1272,9 +1227,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       c.publish<HiddenVector>(X_H1, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
 
-#if EXPERTS
-    mix_experts(c, layer);
-#else
     // ---- gate and up
     c.refresh();
     c.load_first<Up>(0, Up::CHUNKS);
@@ -1357,7 +1309,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 1) tape_step(const 
       s.residual[c.t] = value;
       c.publish<HiddenVector>(X_H2, c.t / OWN_ROWS, cta * OWN_ROWS + c.t % OWN_ROWS, value);
     }
-#endif
   }
 
   // ---- LM head and draw
