@@ -74,7 +74,10 @@ class EngineConfig:
         "auto", "exclusive: prompts alone in a step; mixed: prompt chunks beside running decodes"
     )
     max_prefill_tokens_per_decode: int | None = _option(
-        None, "most prompt tokens computed between two tokens of a running request: bounds its wait", low=1
+        None,
+        "most prompt tokens computed between two tokens of a running request: bounds its wait; a server "
+        "takes 4096",
+        low=1,
     )
     ageing_seconds: float = _option(
         10.0, "waiting this long is worth one level of priority, so that nothing starves", low=0.001

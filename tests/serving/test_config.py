@@ -7,8 +7,10 @@ import pytest
 
 from tiny_vllm.cli.main import build_parser
 from tiny_vllm.cli.serve import server_config
+from tiny_vllm.config import EngineConfig
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.serving.config import API_KEY_VARIABLE, ServerConfig
+from tiny_vllm.serving.server import PREFILL_TOKENS_PER_DECODE, with_server_defaults
 
 
 def parsed(*arguments: str) -> ServerConfig:
@@ -18,6 +20,12 @@ def parsed(*arguments: str) -> ServerConfig:
 def test_no_arguments_give_the_defaults_and_these_are_for_this_machine_only() -> None:
     assert parsed() == ServerConfig()
     assert ServerConfig().host == "127.0.0.1" and ServerConfig().cors_origin == ()
+
+
+def test_prompts_hold_up_a_servers_streams_for_a_bounded_time() -> None:
+    assert with_server_defaults(EngineConfig()).max_prefill_tokens_per_decode == PREFILL_TOKENS_PER_DECODE
+    chosen = EngineConfig(max_prefill_tokens_per_decode=7)
+    assert with_server_defaults(chosen) == chosen
 
 
 def test_every_option_is_on_the_command_line() -> None:
