@@ -11,7 +11,6 @@ Random weights in a Llama's shape, pages in random order; launches one after ano
 from __future__ import annotations
 
 import argparse
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -20,37 +19,15 @@ import torch
 
 from benchmarks.gpu_decode_chain import PAGE_SIZE, make_spec, make_weights
 from benchmarks.gpu_timing import Report
+from benchmarks.gpu_weight_tape import make_slots, time_steps
 from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
-from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape.layout import WINDOW, TapeLayout, plan_block, token_buckets
-from tiny_vllm.kernels.weight_tape.step import DIRECT_LIMIT, TapeStep, macros, source
-from tiny_vllm.models.kv_cache import KVCache
-from tiny_vllm.models.rope import rope_table
+from tiny_vllm.kernels.weight_tape.step import DIRECT_LIMIT, macros, source
 from tiny_vllm.models.tape_decode import TapeDecode, tape_shape
 
 CASES = "1:129,1:640,1:4096,1:32768,4:129,4:4096,4:32768,8:129,8:4096,8:32768,8:32768/129"
-
-
-def time_steps(
-    step: TapeStep, state: SlotState, positions: torch.Tensor, *, rounds: int, launches: int
-) -> float:
-    tokens = torch.empty_like(step.slots)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    seconds = []
-    for _ in range(rounds):
-        state.computed_len.copy_(positions)
-        for _ in range(3):
-            step.draw(tokens)
-        state.computed_len.copy_(positions)
-        start.record()
-        for _ in range(launches):
-            step.draw(tokens)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / launches / 1e3)
-    return statistics.median(seconds)
 
 
 def compile_variant(
@@ -113,22 +90,8 @@ def main() -> None:
         weights = make_weights(spec)
         rate = measure_read_rate()
         report.add(read_rate_tb_s=rate.bytes_per_second / 1e12)
-        page_size = options.page_size
-        pages_per_slot = -(-(longest + 64) // page_size)
-        num_slots = max(rows_wanted)
-        cache = KVCache.allocate(
-            spec,
-            num_pages=num_slots * pages_per_slot + 1,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            device="cuda",
-        )
-        cache.k.normal_()
-        cache.v.normal_()
-        zeros = torch.zeros(num_slots, dtype=torch.int64, device="cuda")
-        pages = torch.randperm(num_slots * pages_per_slot, device="cuda").view(num_slots, -1) + 1
-        state = SlotState(pages, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone())
-        cos_sin = rope_table(spec.rope, max_len=longest + 64).cuda()
+        page_size, num_slots = options.page_size, max(rows_wanted)
+        cache, state, cos_sin = make_slots(spec, num_slots, longest, page_size)
         layout = TapeLayout.of(tape_shape(spec, page_size))
         temperature = torch.zeros(num_slots, device="cuda")
         for variant, changes in variants.items():
