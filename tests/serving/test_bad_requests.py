@@ -163,6 +163,21 @@ def test_a_parameter_of_another_endpoint_is_told_as_such(server: RunningServer) 
     assert "other endpoints" in error["message"] and "did you mean" not in error["message"]
 
 
+def test_a_chat_is_told_its_own_names(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 10**6}
+    error = server.post("/v1/chat/completions", body).error
+    assert error["message"].startswith("top_logprobs is 1000000") and error["param"] == "top_logprobs"
+    error = server.post("/v1/chat/completions", body | {"top_logprobs": -5}).error
+    assert error["message"].startswith("top_logprobs is -5") and error["param"] == "top_logprobs"
+    body = {"messages": [{"role": "logprobs!", "content": "x"}], "logprobs": True}
+    assert "'logprobs!'" in server.post("/v1/chat/completions", body).error["message"]
+
+
+def test_control_characters_are_written_out(server: RunningServer) -> None:
+    assert server.request("GET", "/v1/%1b[31m").error["message"] == r"there is no /v1/\x1b[31m here"
+    assert server.complete("x", **{"\x1b[31m": 1}).error["param"] == r"\x1b[31m"
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/"])
 def test_probes_may_ask_for_the_head_alone(server: RunningServer, path: str) -> None:
     answer = server.request("HEAD", path)
@@ -171,10 +186,17 @@ def test_probes_may_ask_for_the_head_alone(server: RunningServer, path: str) -> 
 
 BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens negative": ({"max_tokens": -1}, "max_tokens is -1"),
-    "max_tokens float": ({"max_tokens": 1.5}, "max_tokens"),
-    "max_tokens string": ({"max_tokens": "5"}, "max_tokens"),
-    "max_tokens bool": ({"max_tokens": True}, "max_tokens"),
-    "prompt number": ({"prompt": 5}, "prompt must be"),
+    "max_tokens float": ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer, not 1.5"),
+    "max_tokens string": ({"max_tokens": "5"}, 'max_tokens: Input should be a valid integer, not "5"'),
+    "max_tokens bool": ({"max_tokens": True}, "max_tokens: Input should be a valid integer, not true"),
+    "max_tokens list": ({"max_tokens": [1]}, "max_tokens: Input should be a valid integer, not a list"),
+    "max_tokens object": ({"max_tokens": {}}, "max_tokens: Input should be a valid integer, not an object"),
+    "max_tokens text": ({"max_tokens": "x" * 9999}, "a valid integer, not a text of 9999 characters"),
+    "echo digits": ({"echo": 10**39}, f"echo: Input should be a valid boolean, not {10**39}"),
+    "echo more digits": ({"echo": 10**4000}, "a valid boolean, not a number of more than 40 digits"),
+    "stop number": ({"stop": 1.5}, "stop: Input should be a string or a list of strings, not 1.5"),
+    "stop entry": ({"stop": ["a", 5]}, "stop: entry 1 is no string"),
+    "prompt number": ({"prompt": 5}, "prompt must be a string, token ids, or a list of either, not 5"),
     "prompt empty list": ({"prompt": []}, "the prompt is empty"),
     "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
     "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tiny_vllm.errors import TinyVLLMError
-from tiny_vllm.serving.errors import ApiError, api_error
+from tiny_vllm.serving.errors import ApiError, api_error, printable
 from tiny_vllm.serving.gate import error_response
 
 
@@ -33,8 +33,8 @@ async def _api(http: Request, error: Exception) -> Response:
 async def _framework(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {
-        404: f"there is no {http.url.path[:200]} here",
-        405: f"{http.method[:20]} is not possible at {http.url.path[:200]}",
+        404: f"there is no {printable(http.url.path[:200])} here",
+        405: f"{http.method[:20]} is not possible at {printable(http.url.path[:200])}",
     }.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 

@@ -29,6 +29,7 @@ PARAMETERS = frozenset(
         "priority",
         "prompt",
         "tokens",
+        "top_logprobs",
     }
 )
 
@@ -109,30 +110,35 @@ def shutting_down() -> ApiError:
     )
 
 
-def _shown(value: Any) -> str | None:
-    """A value as JSON has it; None for what is no single value, or a long one."""
+def shown(value: Any) -> str:
+    """What a client sent, in a few words."""
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
     if isinstance(value, str) and len(value) > MAX_SHOWN_VALUE:
-        return None
+        return f"a text of {len(value)} characters"
     # Python refuses to write integers of some thousand digits.
-    if isinstance(value, int) and abs(value) > 1 << 64:
-        return None
-    if value is not None and not isinstance(value, str | int | float):
-        return None
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN_VALUE:
+        return f"a number of more than {MAX_SHOWN_VALUE} digits"
     return json.dumps(value)
 
 
+def printable(text: str) -> str:
+    """With control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def schema_error(error: ValidationError) -> ApiError:
-    """The first few faults of a body that does not fit its schema, with the value at fault if it is short."""
+    """The first few faults of a body that does not fit its schema, with what is at fault, if it is short."""
     faults = error.errors(include_url=False, include_context=False)
     texts = []
     for fault in faults[:MAX_SHOWN_ERRORS]:
-        place = ".".join(str(part) for part in fault["loc"])[:MAX_PLACE_LEN]
+        place = printable(".".join(str(part) for part in fault["loc"])[:MAX_PLACE_LEN])
         text = f"{place}: {fault['msg']}" if place else str(fault["msg"])
-        if fault["msg"].startswith("Input should be"):
-            shown = _shown(fault["input"])
-            text += f", not {shown}" if shown is not None else ""
-        texts.append(text)
+        is_of_value = fault["msg"].startswith("Input should be")
+        texts.append(f"{text}, not {shown(fault['input'])}" if is_of_value else text)
     if len(faults) > MAX_SHOWN_ERRORS:
         texts.append(f"and {len(faults) - MAX_SHOWN_ERRORS} more")
     first = faults[0]["loc"]
-    return ApiError(400, "; ".join(texts), param=str(first[0])[:MAX_PLACE_LEN] if first else None)
+    return ApiError(400, "; ".join(texts), param=printable(str(first[0])[:MAX_PLACE_LEN]) if first else None)

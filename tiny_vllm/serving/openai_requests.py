@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.errors import RequestError
-from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.errors import ApiError, shown
 from tiny_vllm.serving.schemas import (
     ChatBody,
     CompletionBody,
@@ -106,16 +107,16 @@ class RequestMaker:
         elif body.top_logprobs is not None:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         generates = body.add_generation_prompt is not False
-        with _naming_limit(limit_name):
+        with _renaming({"max_tokens": limit_name, "logprobs": "top_logprobs"}):
             params = SamplingParams(**options)
-        prepared = self.builder.build_chat(
-            body.messages,
-            params,
-            add_generation_prompt=generates,
-            template_variables=body.chat_template_kwargs,
-            parse_special_tokens=body.parse_special_tokens is True,
-            **self._options(body, call, 0),
-        )
+            prepared = self.builder.build_chat(
+                body.messages,
+                params,
+                add_generation_prompt=generates,
+                template_variables=body.chat_template_kwargs,
+                parse_special_tokens=body.parse_special_tokens is True,
+                **self._options(body, call, 0),
+            )
         return [prepared]
 
     def tokens(self, body: TokenizeBody) -> list[int]:
@@ -193,7 +194,11 @@ class RequestMaker:
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list):
-            raise ApiError(400, f"{name} must be a string, token ids, or a list of either", param=name)
+            raise ApiError(
+                400,
+                f"{name} must be a string, token ids, or a list of either, not {shown(value)}",
+                param=name,
+            )
         if not any(isinstance(item, str | list) for item in value):
             return [value]  # the token ids of one prompt
         for item in value:
@@ -234,13 +239,18 @@ def _naming_prompt(name: str, place: int, num_prompts: int) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_limit(name: str) -> Iterator[None]:
-    """Has errors call max_tokens what the client calls it."""
+def _renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors call sampling parameters what the client calls them."""
+
+    def renamed(text: str) -> str:
+        # What is quoted is the client's.
+        return re.sub(r"'[^']*'|\"[^\"]*\"|\w+", lambda word: names.get(word[0], word[0]), text)
+
     try:
         yield
     except RequestError as error:
-        hint = None if error.hint is None else error.hint.replace("max_tokens", name)
-        raise RequestError(error.message.replace("max_tokens", name), hint=hint) from None
+        hint = None if error.hint is None else renamed(error.hint)
+        raise type(error)(renamed(error.message), hint=hint) from None
 
 
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.errors import ApiError, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,10 @@ def check_unsupported(
             if name in elsewhere:
                 hint = "only other endpoints have it"
             raise ApiError(
-                400, f"unknown parameter {shown!r}\nhint: {hint}", param=shown, code="unknown_parameter"
+                400,
+                f"unknown parameter {shown!r}\nhint: {hint}",
+                param=printable(shown),
+                code="unknown_parameter",
             )
         if value is not None and not _is_among(value, refused.neutral):
             raise ApiError(

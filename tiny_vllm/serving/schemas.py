@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from tiny_vllm.serving.errors import schema_error
 from tiny_vllm.serving.parameters import check_unsupported
@@ -33,6 +34,18 @@ def whole(value: Any) -> Any:
 def whole_numbers(values: Any) -> Any:
     """The same for the entries of a list."""
     return list(map(whole, values)) if isinstance(values, list) and float in map(type, values) else values
+
+
+def text_or_texts(value: Any) -> Any:
+    """Raises one error, where the union of both types would have one of each."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("texts", "Input should be a string or a list of strings")
+    for place, entry in enumerate(value):
+        if not isinstance(entry, str):
+            raise PydanticCustomError("texts", "entry {place} is no string", {"place": place})
+    return value
 
 
 Integer = Annotated[int, BeforeValidator(whole)]
@@ -131,7 +144,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: float | None = _documented(-2, 2)
     repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
     seed: Integer | None = _documented(-(2**63), 2**64 - 1)
-    stop: str | Texts | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(text_or_texts)] = None
     stop_token_ids: Ids | None = Field(None, description="tokens that end the text")
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
