@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tests.helpers.emulator import load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.hopper_decode import launch
@@ -44,18 +43,7 @@ def emulated_library(shape: Shape, variant: Variant, mistake: tuple[str, str] | 
     files = ("hopper_emulator.h", "hopper_decode_emulator.h", "hopper_decode_entry.h")
     parts = [(HERE / name).read_text(encoding="utf-8") for name in files]
     parts.insert(2, attention)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "emulated.so"
-        options = [f"-D{name}={value}" for name, value in launch.macros(shape, variant).items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
-        compiled = subprocess.run(
-            [*command, *options], input="\n".join(parts), capture_output=True, text=True
-        )
-        assert compiled.returncode == 0, compiled.stderr[:4000]
-        library = ctypes.CDLL(str(path))
-    library.run_emulated.restype = ctypes.c_char_p
-    assert library.size_of_params() == ctypes.sizeof(Params)
-    return library
+    return load_emulator("\n".join(parts), launch.macros(shape, variant), Params)
 
 
 def attend_emulated(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.helpers.emulator import load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import SHARED_BYTES, Params, make_params
@@ -32,23 +31,9 @@ def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> cty
         product = product.replace(*mistake)
     silu = (folder / "silu.cu").read_text(encoding="utf-8")
     entry = (HERE / "hopper_cluster_entry.h").read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "emulated.so"
-        # Small groups, so that few rows of tiles are several.
-        macros = launch.macros(dtype) | {"GROUP": 2}
-        options = [f"-D{name}={value}" for name, value in macros.items()]
-        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-x", "c++", "-"]
-        compiled = subprocess.run(
-            [*command, "-o", str(path), *options],
-            input=f'#include "hopper_cluster_emulator.h"\n{silu}\n{product}\n{entry}',
-            capture_output=True,
-            text=True,
-        )
-        assert compiled.returncode == 0, compiled.stderr[:4000]
-        library = ctypes.CDLL(str(path))
-    library.run_emulated.restype = ctypes.c_char_p
-    assert library.size_of_params() == ctypes.sizeof(Params)
-    return library
+    text = f'#include "hopper_cluster_emulator.h"\n{silu}\n{product}\n{entry}'
+    # Small groups, so that few rows of tiles are several.
+    return load_emulator(text, launch.macros(dtype) | {"GROUP": 2}, Params, optimise="-O2")
 
 
 def multiply_emulated(

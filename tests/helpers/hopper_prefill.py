@@ -6,13 +6,12 @@ import ctypes
 import functools
 import shutil
 import struct
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tests.helpers.emulator import load_emulator
 from tiny_vllm.kernels.cuda.tensor_map import BoxedTensor
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import Params, Shape, Variant, make_params, shared_bytes
@@ -32,18 +31,7 @@ def emulated_library(shape: Shape, variant: Variant, mistake: tuple[str, str] | 
         attention = attention.replace(*mistake)
     parts = [(HERE / "hopper_emulator.h").read_text(encoding="utf-8"), attention]
     parts.append((HERE / "hopper_emulator_entry.h").read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "emulated.so"
-        options = [f"-D{name}={value}" for name, value in launch.macros(shape, variant).items()]
-        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
-        compiled = subprocess.run(
-            [*command, *options], input="\n".join(parts), capture_output=True, text=True
-        )
-        assert compiled.returncode == 0, compiled.stderr[:4000]
-        library = ctypes.CDLL(str(path))
-    library.run_emulated.restype = ctypes.c_char_p
-    assert library.size_of_params() == ctypes.sizeof(Params)
-    return library
+    return load_emulator("\n".join(parts), launch.macros(shape, variant), Params)
 
 
 def emulated_map(tensor: BoxedTensor) -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tests.helpers.emulator import load_emulator
 from tests.helpers.hopper_decode import Written
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import decode_launch
@@ -33,18 +32,7 @@ def emulated_library(
         for name in ("hopper_decode_emulator.h", "hopper_product_entry.h")
     )
     text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "emulated.so"
-        options = [f"-D{name}={value}" for name, value in decode_launch.macros(dtype, variant, gated).items()]
-        command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", f"-I{HERE}", "-x", "c++", "-"]
-        compiled = subprocess.run(
-            [*command, "-o", str(path), *options], input=text, capture_output=True, text=True
-        )
-        assert compiled.returncode == 0, compiled.stderr[:4000]
-        library = ctypes.CDLL(str(path))
-    library.run_emulated.restype = ctypes.c_char_p
-    assert library.size_of_params() == ctypes.sizeof(Params)
-    return library
+    return load_emulator(text, decode_launch.macros(dtype, variant, gated), Params, optimise="-O2")
 
 
 def multiply_emulated(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.helpers.emulator import load_emulator
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.weight_tape import layout as tape_layout
 from tiny_vllm.kernels.weight_tape import pack
@@ -69,30 +68,7 @@ def _library(defines: tuple[tuple[str, int | str], ...], mistake: tuple[str, str
         (HERE / name).read_text(encoding="utf-8") for name in ("tape_emulator.h", "tape_emulator_entry.h")
     ]
     parts.insert(1, _emulated_source(mistake))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "emulated.so"
-        # Coroutines jump between stacks, which the checks of longjmp take for an error.
-        command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-U_FORTIFY_SOURCE",
-            "-shared",
-            "-fPIC",
-            "-x",
-            "c++",
-            "-",
-        ]
-        options = [f"-D{name}={value}" for name, value in defines]
-        compiled = subprocess.run(
-            [*command, *options, "-o", str(path)], input="\n".join(parts), capture_output=True, text=True
-        )
-        assert compiled.returncode == 0, compiled.stderr[:4000]
-        library = ctypes.CDLL(str(path))
-    library.run_emulated.restype = ctypes.c_char_p
-    assert library.size_of_params() == ctypes.sizeof(_Params)
-    return library
+    return load_emulator("\n".join(parts), dict(defines), _Params)
 
 
 @dataclass(frozen=True)
