@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 32)])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), pytest.param(128, 32, marks=pytest.mark.slow)])
 def test_keys_and_values_through_the_ring_change_no_bit(case: str, head_dim: int, page_size: int) -> None:
     positions, tiny = CASES[case], model(head_dim, page_size)
     num_rows = 2 if case == "padding" else len(positions)
@@ -85,19 +85,38 @@ def test_the_kernel_can_be_compiled_without_the_ring_for_keys_and_values() -> No
     assert torch.equal(with_ring[0], without[0])
 
 
+MISTAKES = [
+    ("producer.index = s.kv_index;\n", ""),
+    ("min(position - start, POSITIONS)", "min(position - start - 1, POSITIONS)"),
+    ("if (c.lane == 0) barrier_arrive(c.empty + 8 * stage + mixed * c.p.zero);", ""),
+    ("c.base += chunks;", ""),
+    ("if (c > 0) pages = coming;", ""),
+    ("coming = page_of(tile + 32 + lane);", "coming = page_of(tile + lane);"),
+    ("c.substitute(a, start, position, column);\n      }", "}"),
+    ("a.v[i][0] = a.v[i][1] = a.v[i][2] = a.v[i][3] = 0;\n        c", "c"),
+    ("barrier_wait(c.full + 8 * stage, (index / STAGES) & 1);", ""),
+    ("producer.claim(window, 2 * all_bytes)", "producer.claim(window, CHUNK_BYTES)"),
+]
+# The values' warp waits for a copy before, as the keys' does: when it looks, the stage may be two uses on.
+LATE = (
+    "          producer.await_stage();\n        else",
+    """          producer.await_stage(),
+              barrier_wait(producer.full + 8 * ((producer.index - window) % STAGES),
+                           ((producer.index - window) / STAGES) & 1);
+        else""",
+)
+
+
+def test_a_wait_of_the_values_warp_that_may_come_too_late_would_be_noticed() -> None:
+    tiny = model(64, 16)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        for seed in range(8):
+            changes = {"STAGES": 4}
+            tiny.step([3333], num_rows=1, changes=changes, kv_window=3, seed=seed, mistake=LATE)
+
+
 @pytest.mark.parametrize(
-    "mistake",
-    [
-        ("if (c.lane == 0) barrier_arrive(c.empty + 8 * stage + mixed * c.p.zero);", ""),
-        ("min(position - start, POSITIONS)", "min(position - start - 1, POSITIONS)"),
-        ("c.base += chunks;", ""),
-        ("if (c > 0) pages = coming;", ""),
-        ("coming = page_of(tile + 32 + lane);", "coming = page_of(tile + lane);"),
-        ("c.substitute(a, start, position, column);\n      }", "}"),
-        ("a.v[i][0] = a.v[i][1] = a.v[i][2] = a.v[i][3] = 0;\n        c", "c"),
-        ("barrier_wait(c.full + 8 * stage, (index / STAGES) & 1);", ""),
-        ("producer.claim(window, 2 * all_bytes)", "producer.claim(window, CHUNK_BYTES)"),
-    ],
+    "mistake", [*MISTAKES[:2], *(pytest.param(mistake, marks=pytest.mark.slow) for mistake in MISTAKES[2:])]
 )
 def test_a_mistake_would_be_noticed(mistake: tuple[str, str]) -> None:
     tiny, noticed = model(64, 16), False
