@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Whole models: minutes.
-SLOW = {"test_chain_families", "test_forward_graphs", "test_fp8_chain"}
+# Whole models, and attention in all its shapes: minutes.
+SLOW = {"test_attention", "test_chain_families", "test_forward_graphs", "test_fp8_chain"}
 GPU_TESTS = [
     pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
     for path in sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
