@@ -24,7 +24,7 @@ from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_ten
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
-# Below, Triton's products read weights at nearly the full rate; above, nobody decodes.
+# Below, Triton's products read weights at nearly the full rate; above, nothing was measured.
 MIN_ROWS, MAX_ROWS = 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
