@@ -130,7 +130,7 @@ def printable(text: str) -> str:
 
 
 def schema_error(error: ValidationError) -> ApiError:
-    """The first few faults of a body that does not fit its schema, with what was sent instead, in a few words."""
+    """The first few faults of a body that does not fit its schema, with what was sent instead."""
     faults = error.errors(include_url=False, include_context=False)
     texts = []
     for fault in faults[:MAX_SHOWN_ERRORS]:
