@@ -106,6 +106,8 @@ def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> 
         ([b"nonsense\r\n\r\n"], b"400"),
         ([HEAD, *[b"x: " + b"y" * 10_000 + b"\r\n"] * 9], b"431"),
         ([b"GET /" + b"z" * 50_000, b"z" * 50_000, b"z"], b"431"),
+        # Refused without waiting for more of it, which may not come.
+        ([b"GET /" + b"z" * 66_000], b"431"),
     ):
         head, _, body = exchange(server, *parts).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 " + status)

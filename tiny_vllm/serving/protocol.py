@@ -105,13 +105,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._stop_waiting()
-            self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
-            return
         if self._head_timer is not None:
             self._head_bytes += len(data)
         super().data_received(data)
+        # The end of the head sets it to 0.
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._stop_waiting()
+            self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
