@@ -64,6 +64,12 @@ def test_a_large_pool_is_shown_in_cells_of_several_pages() -> None:
     assert live._cells("nfuc") == (1, "f1u1c1") and live._cells("") == (1, "")
 
 
+def test_pages_in_use_are_counted_together_whoever_wrote_them() -> None:
+    """Nine to a cell: most are in use, and most of those were found."""
+    assert live._cells("n" + "uuhhhcccc" * live.MAX_CELLS) == (9, f"h{live.MAX_CELLS}")
+    assert live._cells("n" + "uuuhhcccc" * live.MAX_CELLS) == (9, f"u{live.MAX_CELLS}")
+
+
 def test_nothing_is_watched_once_the_viewer_is_gone(server: RunningServer) -> None:
     with watching(server) as snapshots:
         next(snapshots)

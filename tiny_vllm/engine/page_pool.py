@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 NULL_PAGE = 0
 
-NULL, FREE, CACHED, USED, SHARED = b"nfcus"
-PAGE_STATES = {"n": "null", "f": "free", "c": "cached", "u": "used", "s": "shared"}
-"""What the letters of `PagePool.states` stand for."""
+NULL, FREE, CACHED, USED, FOUND, SHARED = b"nfcuhs"
+PAGE_STATES = {"n": "null", "f": "free", "c": "cached", "u": "used", "h": "used", "s": "shared"}
+"""What the letters of `PagePool.states` stand for. h: used, after it had been found by its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PagePool:
         elif count == 1:
             self._num_shared += 1
         self._reference_counts[page] = count + 1
-        self._states[page] = SHARED if count else USED
+        self._states[page] = SHARED if count else FOUND
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up one hold on each page of a sequence.
@@ -139,8 +139,9 @@ class PagePool:
         assert len(free) + len(cached) + len(used) == self.num_pages, "a page was lost"
         for page in range(1, self.num_pages + 1):
             assert self._reference_counts[page] == held[page], f"page {page}: count differs from page tables"
-            state = (FREE if page in free else CACHED) if not held[page] else USED
-            assert self._states[page] == (SHARED if held[page] > 1 else state), f"page {page}: wrong state"
+            not_held = FREE if page in free else CACHED
+            states = ((not_held,), (USED, FOUND), (SHARED,))[min(held[page], 2)]
+            assert self._states[page] in states, f"page {page}: wrong state"
         assert self._num_shared == sum(count > 1 for count in held.values()), "shared pages miscounted"
         assert {page: key for key, page in self._page_of_hash.items()} == self._hash_of_page
         assert cached <= set(self._hash_of_page), "a cached page has no hash"

@@ -98,8 +98,14 @@ def _cells(page_map: str) -> tuple[int, str]:
     size = max(-(-len(pages) // MAX_CELLS), 1)
     if size > 1:
         parts = (pages[start : start + size] for start in range(0, len(pages), size))
-        pages = "".join([max("usfc", key=part.count) for part in parts])
+        pages = "".join(map(_state_of_most, parts))
     return size, "".join([f"{letter}{len(list(group))}" for letter, group in itertools.groupby(pages)])
+
+
+def _state_of_most(pages: str) -> str:
+    """u and h are both pages of one sequence: the letter of most of those, where most of all are."""
+    state = max("usfc", key=pages.replace("h", "u").count)
+    return "h" if state == "u" and pages.count("h") > pages.count("u") else state
 
 
 def _page_bytes(service: Service) -> int | None:
