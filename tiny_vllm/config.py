@@ -339,7 +339,7 @@ def resolve(
             values[name] = given
 
     _choose_batch_limits(config, choose, on_gpu)
-    # Compared by benchmarks/prefill_policy.py on a CPU alone.
+    # LOG.md has what benchmarks/arrivals.py and its predecessor found; the reason is what was found on a CPU.
     measured = "measured: the same throughput, shorter longest gaps between tokens"
     choose("prefill_policy", "mixed", "running requests go on while prompts run" if on_gpu else measured)
     async_reason = "hides the host's work behind the GPU's" if on_gpu else "a CPU computes on the host"

@@ -1,0 +1,38 @@
+"""Files that code and documents name are there: a source that is gone proves nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("benchmarks", "docs", "tests", "tiny_vllm")
+NAMED = re.compile(rf"(?<![\w/.…-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|cu|h|json|md|png)\b")
+
+
+def texts() -> Iterator[Path]:
+    yield from ROOT.glob("*.md")
+    yield ROOT / "Makefile"
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".cu", ".h", ".md"} and "node_modules" not in path.parts:
+                yield path
+
+
+def test_named_files_exist() -> None:
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in texts()
+        for name in NAMED.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_a_readme_links_to_what_is_there(readme: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / readme).read_text(encoding="utf-8"))
+    assert len(links) > 5 and all((ROOT / link).exists() for link in links)
