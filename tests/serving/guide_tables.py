@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tiny_vllm.cli.options import _sampling_helps
+from tiny_vllm.cli.serve import DEFAULTS
+from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
 from tiny_vllm.serving.schemas import (
@@ -22,6 +24,7 @@ from tiny_vllm.serving.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
+from tiny_vllm.serving.server import with_server_defaults
 
 BODIES: tuple[tuple[str, type[Body]], ...] = (
     ("completions", CompletionBody),
@@ -33,11 +36,13 @@ BODIES: tuple[tuple[str, type[Body]], ...] = (
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 
 
-def options_table() -> str:
+def options_table(config: ServerConfig | EngineConfig) -> str:
+    """config: with the defaults of `tiny-vllm serve`."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
-    for option in fields(ServerConfig):
+    for option in fields(config):
         flag = "--" + option.name.replace("_", "-")
-        rows.append(f"| `{flag}` | {_default(option.default)} | {option.metadata['help']} |")
+        default = _default(getattr(config, option.name))
+        rows.append(f"| `{flag}` | {default} | {option.metadata['help']} |")
     return "\n".join(rows)
 
 
@@ -69,7 +74,12 @@ def _remark(name: str) -> str:
 
 def filled(text: str) -> str:
     """The guide with its tables made anew."""
-    for name, table in (("options", options_table()), ("parameters", parameters_table())):
+    tables = {
+        "options": options_table(ServerConfig()),
+        "engine options": options_table(with_server_defaults(EngineConfig(**DEFAULTS))),
+        "parameters": parameters_table(),
+    }
+    for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
         assert count == 1, f"the guide has no place for the table of {name}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from typing import Any
 
 import openai.types as openai_types
@@ -11,12 +12,21 @@ import pytest
 from tests.serving.guide_tables import BODIES, GUIDE, filled, parameter_names
 from tests.serving.support import running_server
 from tests.serving.vllm_parameters import VLLM_PARAMETERS
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
 
 
 def test_the_guides_tables_are_those_of_the_code() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     assert filled(text) == text, "run python -m tests.serving.guide_tables"
+
+
+@pytest.mark.parametrize("config_class", [ServerConfig, EngineConfig])
+def test_every_option_of_the_command_is_in_the_guide(config_class: type) -> None:
+    lines = GUIDE.read_text(encoding="utf-8").splitlines()
+    listed = {line.split("`")[1] for line in lines if line.startswith("| `--")}
+    assert {"--" + option.name.replace("_", "-") for option in fields(config_class)} <= listed
 
 
 OPENAI_PARAMETERS: dict[str, Any] = {
