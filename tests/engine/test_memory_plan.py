@@ -1,0 +1,56 @@
+"""How many pages a GPU's memory gets, from what it has and what is taken, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine import build
+
+GIB = 1 << 30
+TOTAL = 20 * GIB
+# The bundled model in 16 bits: keys and values of 30 layers, 3 KV heads of 64, in pages of 16 tokens.
+PAGE_BYTES = 2 * 30 * 3 * 64 * 2 * 16
+WEIGHT_BYTES = 134_515_008 * 2
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Bytes planned for pages with so much memory taken by others."""
+
+    def plan(taken: int = 0, **options: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (TOTAL - taken, TOTAL))
+        options = {"dtype": "bfloat16", "weight_tape": False, **options}
+        config = build.plan_engine(EngineConfig(load_format="dummy", device="cuda", **options)).config
+        assert config.num_pages is not None
+        return config.num_pages * PAGE_BYTES
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return plan
+
+
+def test_nine_tenths_of_the_memory_are_used_unless_told(plan: Any) -> None:
+    assert plan() == plan(gpu_memory_utilization=0.9)
+    assert plan() - plan(gpu_memory_utilization=0.5) == pytest.approx(0.4 * TOTAL, abs=PAGE_BYTES)
+
+
+def test_what_others_hold_and_the_weights_are_not_planned_twice(plan: Any) -> None:
+    assert plan() - plan(taken=3 * GIB) == pytest.approx(3 * GIB, abs=PAGE_BYTES)
+    # What is left beside pages and weights is for a step: logits of 256 rows in FP32, three copies, and
+    # activations of 8192 tokens, for this model less than a GiB together.
+    left = 0.9 * TOTAL - WEIGHT_BYTES - plan()
+    assert 3 * 256 * 49152 * 4 < left < GIB
+
+
+def test_a_step_of_fewer_tokens_leaves_more_for_pages(plan: Any) -> None:
+    # Per token: four hidden vectors of 576, two of Q, K and V (960), three of the MLP (1536), 2 bytes each.
+    saved = (8192 - 1024) * (4 * 576 + 2 * 960 + 3 * 1536) * 2
+    assert plan(max_num_batched_tokens=1024) - plan() == pytest.approx(saved, abs=PAGE_BYTES)
+
+
+def test_no_more_pages_than_all_slots_can_fill(plan: Any) -> None:
+    assert plan(max_num_seqs=2, max_model_len=100) == 2 * 7 * PAGE_BYTES
