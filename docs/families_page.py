@@ -12,6 +12,8 @@ from typing import Any, get_args
 
 from docs.family_differences import RECORD
 from tests.helpers.tiny_families import CASES
+from tests.models.test_family_devices import PROMPT_LEN as GPU_PROMPT_LEN
+from tests.models.test_family_devices import TOLERANCE_FP32 as GPU_TOLERANCE
 from tests.weights.test_family_logits import NOT_IN_GGUF, NUM_TOKENS, PROMPT_LEN, TOLERANCE
 from tiny_vllm.models.families import FAMILIES, Family, windows_everywhere
 from tiny_vllm.models.hf_config import spec_from_hf_config
@@ -56,6 +58,11 @@ its window and, where one is stated, than the length its RoPE is scaled from.
   The table has the largest difference that was measured, and the largest logit beside it.
 - *schedules*: ragged batch, prompts in chunks of 13 tokens, prefix hit, preemption, n = 2: tokens equal.
 - *GGUF*: the same logits from a GGUF file of the model, where the format can describe it.
+
+The table is of a CPU. On a GPU `make gpu-test` holds every case to what a CPU computes: prompts of
+{GPU_PROMPT_LEN} tokens in FP32 within {GPU_TOLERANCE:g}, in BF16 within 1.2 times the CPU's own error in BF16
+(`tests/models/test_family_devices.py`), decode steps by the chain of kernels in FP32 within the same, relative
+to the largest logit (`tests/kernels/gpu/test_chain_families.py`).
 
 Real weights: SmolLM2-135M (bundled) and Gemma 3 270M (Q4_K_M) give the greedy text of transformers from the
 same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (205) and of SentencePiece
