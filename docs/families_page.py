@@ -61,8 +61,8 @@ its window and, where one is stated, than the length its RoPE is scaled from.
 
 The table is of a CPU. On a GPU `make gpu-test` holds every case to what a CPU computes: prompts of
 {GPU_PROMPT_LEN} tokens in FP32 within {GPU_TOLERANCE:g}, in BF16 within 1.2 times the CPU's own error in BF16
-(`tests/models/test_family_devices.py`), decode steps by the chain of kernels in FP32 within the same, relative
-to the largest logit (`tests/kernels/gpu/test_chain_families.py`).
+(`tests/models/test_family_devices.py`), decode steps by the chain of kernels in FP32 within the same,
+relative to the largest logit (`tests/kernels/gpu/test_chain_families.py`).
 
 Real weights: SmolLM2-135M (bundled) and Gemma 3 270M (Q4_K_M) give the greedy text of transformers from the
 same dequantised weights, and the token ids of llama.cpp (100 texts) and tiktoken (205) and of SentencePiece
