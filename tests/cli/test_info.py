@@ -101,32 +101,54 @@ def leave_as_it_is(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "options"),
+    ("change", "options", "is_model_known"),
     [
-        (quantise, []),
-        (store_eight_bits, []),
-        (lose_weights, []),
-        (spoil_tokenizer, []),
-        (keep_sentencepiece_alone, []),
-        (recommend_nonsense, []),
-        (leave_as_it_is, ["--max-model-len", "512"]),
-        (leave_as_it_is, ["--num-pages", "1000000000"]),
-        (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"]),
+        (quantise, [], False),
+        (store_eight_bits, [], False),
+        (lose_weights, [], False),
+        (spoil_tokenizer, [], True),
+        (keep_sentencepiece_alone, [], True),
+        (recommend_nonsense, [], True),
+        (leave_as_it_is, ["--max-model-len", "512"], True),
+        (leave_as_it_is, ["--num-pages", "1000000000"], True),
+        (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"], False),
     ],
 )
 def test_what_loading_would_refuse_is_said_in_the_same_words(
     change: Callable[[Path], None],
     options: list[str],
+    is_model_known: bool,
     checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # What other programs leave differs between the two commands.
+    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
     change(checkpoint)
     arguments = ["--model", str(checkpoint), "--num-pages", "9", *options]
     assert main(["info", *arguments]) == 1
     said = capsys.readouterr()
     assert main(["generate", "x", *arguments]) == 2
     assert said.err == capsys.readouterr().err
-    assert said.err.startswith("error: ") and said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.out.startswith("model\n") if is_model_known else said.out == ""
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_shown_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "_available_bytes", lambda: 2**30)
+    shape = Path(__file__).parents[2] / "benchmarks" / "shapes" / "qwen3-30b-a3b"
+    command = ["info", str(shape), "--load-format", "dummy", "--device", "cpu", "--kv-cache-dtype", "fp8"]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    rows = {line[2:33].strip(): line[34:] for line in said.out.splitlines()}
+    assert rows["parameters"] == "30,532,122,624" and rows["experts"].startswith("num_experts 128")
+    assert rows["weights"] == "56.871 GiB"
+    # 48 layers, 4 KV heads of 128, keys and values, and two bytes of scale for each head.
+    assert rows["one page"] == f"{16 * 48 * 2 * 4 * 130 / 1024:.0f} KiB for 16 tokens over all layers"
+    assert "page pool" not in rows and "options" not in said.out
+    assert said.err.startswith("error: the weights need 56.87 GiB")
 
 
 def test_a_wrong_option_is_still_a_wrong_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`tiny-vllm info`: the machine, the model, the memory plan and every choice made. Loads no weights.
 
-Exit code 1 with one error says that the model would be refused, and why.
+Exit code 1 with one error says that the model would be refused, and why; what is known of it is shown all the
+same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from tiny_vllm.cli.options import (
     engine_config,
     spelt_as_options,
 )
-from tiny_vllm.config import GIB, EngineConfig, kv_bytes
+from tiny_vllm.config import DTYPE_BYTES, GIB, EngineConfig, kv_bytes
 from tiny_vllm.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
     from tiny_vllm.text.tokenizer import Tokenizer
+    from tiny_vllm.weights.checkpoint import Checkpoint
 
 EXIT_REFUSED = 1
 
@@ -55,33 +57,20 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, ModelError) as error:
         if args.debug:
             raise
+        _show_refused(config)
         print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
         return EXIT_REFUSED
     spec, config = plan.checkpoint.spec, plan.config
     assert config.num_pages is not None
-    per_page = kv_bytes(
-        spec.kv_values_per_token * config.page_size,
-        spec.head_dim,
-        dtype=config.dtype,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    per_page = _page_bytes(spec, config, config.dtype)
 
     machine = describe_machine(config.device)
     _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
-    _section(
-        "model",
-        [
-            ("name", plan.checkpoint.name),
-            ("parameters", f"{spec.num_parameters:,}"),
-            *_spec_rows(spec),
-            *_text_rows(tokenizer),
-        ],
-    )
+    _section("model", [*_model_rows(plan.checkpoint), *_text_rows(tokenizer)])
     _section(
         "memory",
         [
-            ("weights", f"{plan.weight_bytes / GIB:.3f} GiB"),
-            ("one page", f"{per_page / 1024:.0f} KiB for {config.page_size} tokens over all layers"),
+            *_memory_rows(spec, config, config.dtype),
             ("page pool", f"{config.num_pages} pages, {config.num_pages * per_page / GIB:.3f} GiB"),
             ("room for", f"{config.num_pages * config.page_size:,} tokens"),
         ],
@@ -99,11 +88,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show_refused(config: EngineConfig) -> None:
+    """What is known of a model that cannot run as asked: nothing if its files cannot be read as a model."""
+    from tiny_vllm.weights.checkpoint import open_checkpoint
+
+    try:
+        checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
+    except (ConfigError, ModelError):
+        return
+    spec = checkpoint.spec
+    _section("model", _model_rows(checkpoint))
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    _section("memory", _memory_rows(spec, config, dtype))
+
+
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
     print(title)
     for name, value in rows:
         print(f"  {name:31} {value}")
     print()
+
+
+def _model_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, object]]:
+    yield "name", checkpoint.name
+    yield "parameters", f"{checkpoint.spec.num_parameters:,}"
+    yield from _spec_rows(checkpoint.spec)
+
+
+def _memory_rows(spec: ModelSpec, config: EngineConfig, dtype: str) -> Iterator[tuple[str, object]]:
+    yield "weights", f"{spec.num_parameters * DTYPE_BYTES[dtype] / GIB:.3f} GiB"
+    per_page = _page_bytes(spec, config, dtype)
+    yield "one page", f"{per_page / 1024:.0f} KiB for {config.page_size} tokens over all layers"
+
+
+def _page_bytes(spec: ModelSpec, config: EngineConfig, dtype: str) -> int:
+    return kv_bytes(
+        spec.kv_values_per_token * config.page_size,
+        spec.head_dim,
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
 
 
 def _spec_rows(spec: ModelSpec) -> Iterator[tuple[str, object]]:
