@@ -18,7 +18,10 @@ from tests.helpers.hopper_draw import draw_emulated, find_winners, join_winners
 from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import meta, missing_tools
 from tests.kernels.cuda.test_hopper_linear import find_loop
+from tiny_vllm.kernels import draw_from_linear
+from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.draw_tokens import draw_tokens_ref
+from tiny_vllm.kernels.hopper_linear import draw_launch
 from tiny_vllm.kernels.hopper_linear.draw_launch import (
     COLUMNS,
     CONSUMER_REGISTERS,
@@ -29,6 +32,7 @@ from tiny_vllm.kernels.hopper_linear.draw_launch import (
     Form,
     choose_form,
     compile_draw,
+    draw_product,
     obstacle,
 )
 from tiny_vllm.kernels.sampling_noise import log_race_times, noise_keys
@@ -231,7 +235,8 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
     rows = 200 if name in MISTAKES_OF_PAIRS else 40
     x, weight = make_case((BF16, rows, 1000, 448, 1))
     # No logit is larger than those of columns that are not there.
-    x.abs_(), weight.abs_().neg_()
+    x.abs_()
+    weight.abs_().neg_()
     with pytest.raises((RuntimeError, AssertionError), match=NOTICED):
         check(x, weight, torch.full((rows,), 0.5), keys_of(rows), seeds=range(8), mistake=mistake)
 
@@ -303,3 +308,73 @@ def test_what_the_kernel_cannot_take_is_named(x: Tensor, weight: Tensor, reason:
     assert obstacle(meta(99, 128), meta(2051, 128)) is None
     found = obstacle(x, weight)
     assert found is not None and re.search(reason, found)
+
+
+def be_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_launch, "is_hopper", lambda device: True)
+    draw_launch._loaded.cache_clear()
+    draw_launch._warn.cache_clear()
+
+
+def arguments_of(rows: int) -> tuple[Tensor, ...]:
+    return (
+        meta(rows, 128), meta(1000, 128), meta(rows, dtype=torch.float32), meta(rows, 2, dtype=torch.int32)
+    )  # fmt: skip
+
+
+def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise CompileError("NVRTC is not here")
+
+    be_hopper(monkeypatch)
+    monkeypatch.setattr(draw_launch, "compile_draw", fail)
+    with pytest.warns(RuntimeWarning, match="NVRTC is not here"):
+        assert draw_product(*arguments_of(99)) is None
+    # Warnings are errors; this is another form.
+    assert draw_product(*arguments_of(200)) is None
+    draw_launch._loaded.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiprocessors", "blocks"),
+    # Of 1,000 tokens there are four tiles.
+    [(20, 3, 3), (100, 132, 4), (200, 7, 6), (200, 132, 8)],
+)
+def test_blocks_are_whole_clusters_and_no_more_than_tiles(
+    rows: int, multiprocessors: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, int, bool]] = []
+
+    class Function:
+        def launch(self, grid: int, block: int, arguments: Any, *, pdl: bool) -> None:
+            launched.append((grid, block, pdl))
+
+    be_hopper(monkeypatch)
+    monkeypatch.setattr(draw_launch, "_loaded", lambda *_: Function())
+    monkeypatch.setattr(draw_launch, "count_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(draw_launch, "make_params", lambda *_: None)
+    monkeypatch.setattr(draw_launch, "join_tiles", lambda found, *_: found.winners)
+    winners = draw_product(*arguments_of(rows), None, True)
+    assert winners is not None and winners.shape == (rows, 4)
+    assert launched == [(blocks, 384, True)]
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_an_lm_head_asks_for_it_within_the_range_that_was_measured(
+    is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def draw(x: Tensor, weight: Tensor, temperature: Tensor, keys: Tensor, advance: Any, pdl: bool) -> Any:
+        asked.append((len(x), pdl))
+        return torch.full((len(x),), 77) if is_taken else None
+
+    monkeypatch.setattr(draw_launch, "draw_product", draw)
+    monkeypatch.setattr(draw_from_linear, "HOPPER_ROWS", range(20, 31))
+    weight = torch.eye(50, 64)
+    for rows in (19, 20, 30, 31):
+        x = torch.eye(rows, 64)
+        tokens = draw_from_linear.draw_from_linear(x, weight, torch.zeros(rows), keys_of(rows), None, True)
+        is_from_kernel = is_taken and rows in (20, 30)
+        assert torch.equal(tokens, torch.full((rows,), 77) if is_from_kernel else torch.arange(rows))
+    assert asked == [(20, True), (30, True)]
