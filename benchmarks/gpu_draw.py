@@ -99,8 +99,8 @@ class Bench:
     def measure(self, report: Report, name: str, draw: Callable[[], Tensor], compiled: str = "") -> None:
         same = float((draw() == self.expected).float().mean())
         report.add(
-            head=tuple(self.weight.shape), rows=len(self.x), temperature=float(self.temperature[0]), variant=name,
-            us=time_graph(draw) * 1e6, same=same, compiled=compiled,
+            head=tuple(self.weight.shape), rows=len(self.x), temperature=float(self.temperature[0]),
+            variant=name, us=time_graph(draw) * 1e6, same=same, compiled=compiled,
         )  # fmt: skip
 
 
