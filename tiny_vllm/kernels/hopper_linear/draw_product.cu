@@ -20,10 +20,10 @@
 //
 // A time is at least its u, so one logarithm tells the best that a token can come to. Only where that is not
 // behind the lead, that of the warpgroup's earlier tiles included, is the time computed, for CHUNK columns of
-// a thread at once. A logit takes 16 instructions where it is not and 32 where it is; 28 if all were computed.
-// Of random logits 98, 41, 23 and 18 % are in a warpgroup's first four tiles, 8 % in the eighth. A tile that
-// does not take the lead may so have another winner than it would have alone, or none, whose logit is -inf;
-// the row's token is the same.
+// a thread at once. A logit takes 16 instructions where it is not and 32 where it is; 28 if all were
+// computed. Of random logits 98, 41, 23 and 18 % are in a warpgroup's first four tiles, 8 % in the eighth. A
+// tile that does not take the lead may so have another winner than it would have alone, or none, whose logit
+// is -inf; the row's token is the same.
 //
 // Macros: HALF (float16 instead of bfloat16), ALTERNATE, CLUSTER (1 or 2 blocks), STAGES, PRODUCER_REGISTERS,
 // CONSUMER_REGISTERS, WATCHDOG_NS.
