@@ -2,11 +2,15 @@
 does that kernel take alone?
 
     PYTHONPATH=. python3 benchmarks/gpu_draw.py --output draw.json
+    PYTHONPATH=. python3 benchmarks/gpu_draw.py --hopper --output draw.json
 
 The LM head of Llama-3.2-1B's shape in BF16, random weights; every variant of tiles is compiled by worker
 processes, its tokens are compared with those that torch draws from FP32 logits, and it is timed as a graph.
 `written` is what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`; `draw alone` is
 that second part.
+
+--hopper: instead, `hopper_linear/draw_product.cu` beside `draw_from_linear`, what is in use, for LM heads of
+several models.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import Report, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
-from tiny_vllm.kernels.draw_from_linear import draw_from_linear_ref, launch_draw
+from tiny_vllm.kernels.draw_from_linear import draw_from_linear, draw_from_linear_ref, launch_draw
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref, launch_draw_tokens
+from tiny_vllm.kernels.hopper_linear.draw_launch import draw_product
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.tiled_linear import Tiles
 from tiny_vllm.kernels.triton_support import has_pdl
@@ -39,6 +44,9 @@ VARIANTS = {
 ROWS_ALONE = (64, 256)
 # Logits per program, warps.
 TILES_ALONE = ((2048, 4), (1024, 2), (1024, 4), (2048, 8), (4096, 8))
+# For --hopper: rows of W, values of K.
+HEADS = {"Llama-3.2-1B": (128256, 2048), "Qwen3-0.6B": (151936, 1024), "Llama-3.1-8B": (128256, 4096)}
+HOPPER_ROWS = (9, 16, 32, 64, 65, 96, 128, 192, 256)
 
 
 def compile_variant(rows: int, variant: tuple[int, ...]) -> str:
@@ -62,7 +70,7 @@ class Bench:
     def __init__(self, weight: Tensor, rows: int, temperature: float) -> None:
         device = weight.device
         self.weight, self.pdl = weight, has_pdl(device)
-        self.x = torch.randn(rows, HIDDEN, device=device).bfloat16()
+        self.x = torch.randn(rows, weight.shape[1], device=device).bfloat16()
         self.temperature = torch.full((rows,), temperature, device=device)
         counter = torch.arange(rows, device=device)
         self.keys = noise_keys(counter, counter)
@@ -76,6 +84,14 @@ class Bench:
             return draw_from_linear_ref(*arguments, self.pdl)
         return launch_draw(*arguments, tiles, self.pdl)
 
+    def draw_in_use(self) -> Tensor:
+        return draw_from_linear(self.x, self.weight, self.temperature, self.keys, self.advance, self.pdl)
+
+    def draw_by_hopper(self) -> Tensor:
+        tokens = draw_product(self.x, self.weight, self.temperature, self.keys, self.advance, self.pdl)
+        assert tokens is not None, "the kernel is not taken"
+        return tokens
+
     def draw_alone(self, block: int, num_warps: int) -> Tensor:
         arguments = self.logits, self.temperature, self.keys, self.advance
         return launch_draw_tokens(*arguments, self.pdl, block, num_warps)
@@ -83,17 +99,36 @@ class Bench:
     def measure(self, report: Report, name: str, draw: Callable[[], Tensor], compiled: str = "") -> None:
         same = float((draw() == self.expected).float().mean())
         report.add(
-            rows=len(self.x), temperature=float(self.temperature[0]), variant=name,
-            us=time_graph(draw) * 1e6, same=same, compiled=compiled,
+            head=tuple(self.weight.shape), rows=len(self.x), temperature=float(self.temperature[0]),
+            variant=name, us=time_graph(draw) * 1e6, same=same, compiled=compiled,
         )  # fmt: skip
+
+
+def make_head(vocabulary: int, hidden: int) -> Tensor:
+    return (torch.randn(vocabulary, hidden, device="cuda") * hidden**-0.5 * 4).bfloat16()
+
+
+def compare_hopper(report: Report) -> None:
+    for head in HEADS.values():
+        weight = make_head(*head)
+        for rows in HOPPER_ROWS:
+            for temperature in (0.0, 0.6):
+                bench = Bench(weight, rows, temperature)
+                for name, draw in (("in use", bench.draw_in_use), ("hopper", bench.draw_by_hopper)):
+                    report.section(name, partial(bench.measure, report, name, draw))
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--hopper", action="store_true")
     arguments = parser.parse_args()
     report = Report(arguments.output)
+    if arguments.hopper:
+        torch.manual_seed(0)
+        compare_hopper(report)
+        return
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         futures = {
             (rows, variant): pool.submit(compile_variant, rows, variant)
@@ -102,7 +137,7 @@ def main() -> None:
         }
         compiled = {key: future.result() for key, future in futures.items()}
     torch.manual_seed(0)
-    weight = (torch.randn(VOCABULARY, HIDDEN, device="cuda") * HIDDEN**-0.5 * 4).bfloat16()
+    weight = make_head(VOCABULARY, HIDDEN)
     for rows, variants in VARIANTS.items():
         for temperature in (0.0, 0.6):
             bench = Bench(weight, rows, temperature)

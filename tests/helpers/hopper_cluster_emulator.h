@@ -122,8 +122,13 @@ inline void store_matrices(u32 address, const u32 (&words)[4]) {
   }
   emulated::pieces[emulated::self->index].push_back(piece);
 }
-inline float max_or_nan(float a, float b) { return a != a ? a : std::fmax(a, b); }
+inline float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
 inline void store_two_floats(float* place, float a, float b) {
   emulated::check((uintptr_t)place % 8 == 0, "an unaligned store");
   place[0] = a, place[1] = b;
+}
+// Off by as much as on the device, up or down as the number's bits have it.
+inline float log2_fast(float x) {
+  const double exact = std::log2((double)x), error = std::ldexp(std::fmax(std::fabs(exact), 1.0), -22);
+  return (float)(bits_of(x) * 0x9E3779B1u >> 31 ? exact + error : exact - error);
 }

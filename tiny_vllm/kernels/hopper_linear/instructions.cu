@@ -84,3 +84,9 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
 DEV void store_two_floats(float* place, float a, float b) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
 }
+// Off by at most 2^-22, or 2^-22 of the result where x is not within (1/2, 2).
+DEV float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
