@@ -361,7 +361,8 @@ def test_few_tokens_get_smaller_tiles() -> None:
 @pytest.mark.parametrize("head_dim", VARIANTS)
 def test_a_block_fits_into_a_multiprocessor(head_dim: int) -> None:
     variant = VARIANTS[head_dim]
-    assert shared_bytes(head_dim, variant) <= SHARED_LIMIT
+    for is_fp8 in (False, True):
+        assert shared_bytes(shape(head_dim, is_fp8=is_fp8), variant) <= SHARED_LIMIT
     producer, consumer = REGISTERS[variant.warpgroups]
     assert 128 * (producer + variant.warpgroups * consumer) <= 65536
 
