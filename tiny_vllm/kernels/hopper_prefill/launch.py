@@ -48,8 +48,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernel is compiled for. table, starts, lens: types of the integer arguments. is_fp8: caches are
-    Fp8Cache."""
+    """What the kernel is compiled for. table, starts, lens: types of the integer arguments. is_fp8: caches
+    are Fp8Cache."""
 
     head_dim: int
     group: int
@@ -188,9 +188,7 @@ def choose_variant(
 def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
     """Raises CompileError or DriverError."""
     cubin = compile_cubin(source(), name="prefill", defines=macros(shape, variant), arch=architecture(device))
-    return load_function(
-        cubin, "attend_chunks", shared_bytes=shared_bytes(shape, variant), device=device
-    )
+    return load_function(cubin, "attend_chunks", shared_bytes=shared_bytes(shape, variant), device=device)
 
 
 @functools.cache
