@@ -12,8 +12,8 @@ FlashAttention-3 runs three ways, and the fastest that is paged is what shares r
 layout with a schedule made in each call, the same with the schedule made before, and on keys that are not
 paged ("plain", only where chunks are whole contexts).
 
-Caches in FP8: both kernels on codes, and the one for Hopper on the BF16 values that these stand for, which the
-answer is made of, too. `--fp8` measures nothing else.
+Caches in FP8: both kernels on codes, and the one for Hopper on the BF16 values that they stand for, which the
+answer is made of, too; `--fp8` measures nothing else.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_equals_the_kernel_of_16_bits_on_what_the_cache_stands_for(device: torch
     assert isinstance(pages, Fp8Pages)
     for cache in (pages.k, pages.v):
         exponents = torch.randint(-4, 5, cache.scales.shape, device=device)
-        cache.scales *= torch.exp2(exponents.float()).bfloat16()
+        cache.scales.mul_(torch.exp2(exponents.float()))
     caches = [dequantise_rows(cache.codes, cache.scales, cache.dtype) for cache in (pages.k, pages.v)]
     actual = attend(*case.arguments, **case.options)
     expected = attend(case.q, *caches, *case.arguments[3:], **case.options)
