@@ -38,10 +38,11 @@
 // FP8: one warp copies queries and, in units of UNIT rows, codes with their scales to a ring of SLOTS; three
 // others make of them the 16-bit keys and values that the products read. Rows are scaled as they are decoded
 // and rounded once, which is what a cache in FP8 stands for, so those who compute do nothing else than with
-// 16 bits: scales applied to scores and weights would cost them a multiplication of each, two for a code pair
-// here. A step's 2 x 128 rows of 128 are 3,400 instructions of a warp, of 64 half of it, beside 2,048 or
-// (three warpgroups) 1,536 cycles of its products. By four schedulers that is 850 or 425 of those cycles: one
-// or two warps would be the last to be ready, three have time to spare.
+// 16 bits: scales applied to scores and weights would cost them a multiplication of each, where here one
+// multiplies two values. A unit takes a warp 165 instructions with heads of 64 and 295 with 128, so a step's
+// 16 units 2,600 and 4,700, beside the 1,536 cycles (three warpgroups) and 2,048 that its products take at
+// least: 870 and 1,570 for each of three warps on schedulers of their own. Two would be too few. None of it
+// is measured.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
 // WARPGROUPS, STAGES, SLOTS (0: caches are not in FP8), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS;

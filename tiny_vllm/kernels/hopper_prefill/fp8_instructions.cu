@@ -25,18 +25,34 @@ DEV void store_shared_16_bytes(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
-// Four e4m3 numbers times a scale, each rounded once to 16 bits: the lower two, the upper two.
+// Two FP16 numbers that are e4m3 ones, times a BF16 scale, each product rounded once.
+DEV u32 scale_two(u32 pair, float scale) {
+  float low, high;
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+#if HALF
+  return pack(low * scale, high * scale);
+#else
+  // BF16 holds the numbers, and one instruction multiplies both.
+  u32 scaled;
+  asm("mul.rn.bf16x2 %0, %1, %2;"
+      : "=r"(scaled)
+      : "r"(pack(low, high)), "r"(__byte_perm(__float_as_uint(scale), 0, 0x3232)));
+  return scaled;
+#endif
+}
+// Four e4m3 numbers times a scale, as 16 bits: the lower two, the upper two.
 DEV void decode_codes(u32& low, u32& high, u32 codes, float scale) {
-  asm("{\n.reg .b16 c<2>, h<4>;\n.reg .b32 pair<2>;\n.reg .f32 x<4>;\n"
-      "mov.b32 {c0, c1}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 pair0, c0;\n"
-      "cvt.rn.f16x2.e4m3x2 pair1, c1;\n"
-      "mov.b32 {h0, h1}, pair0;\n"
-      "mov.b32 {h2, h3}, pair1;\n"
-      "cvt.f32.f16 x0, h0;\ncvt.f32.f16 x1, h1;\ncvt.f32.f16 x2, h2;\ncvt.f32.f16 x3, h3;\n"
-      "mul.f32 x0, x0, %3;\nmul.f32 x1, x1, %3;\nmul.f32 x2, x2, %3;\nmul.f32 x3, x3, %3;\n"
-      "cvt.rn." TYPE "x2.f32 %0, x1, x0;\n"
-      "cvt.rn." TYPE "x2.f32 %1, x3, x2;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes), "f"(scale));
+  u32 first, second;
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(codes));
+  low = scale_two(first, scale), high = scale_two(second, scale);
 }
