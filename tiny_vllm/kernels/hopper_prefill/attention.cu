@@ -359,9 +359,8 @@ DEV void convert_codes(const Shared& shared, int converter, int lane) {
   for (int round = 0;; ++round) {
     const QueryPlace q(round);
     wait(shared.q_full(q.stage), q.parity);
+    // Those who compute release it: behind its last unit.
     const Tile tile = load_tile(shared.tile(q.stage));
-    join_lanes();
-    if (lane == 0) arrive(shared.q_empty(q.stage));
     if (tile.end == 0) break;
     int left = tile.context_len - tile.begin * BLOCK_N;
     for (const u32 end = number + tile.end - tile.begin; number != end; ++number, left -= BLOCK_N) {
@@ -750,8 +749,8 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     if (!FP8) fetch_map(p.k), fetch_map(p.v);
     for (int i = 0; i < Shared::FULL; ++i) {
       barrier_init(shared.barrier(i), FP8 && i >= 2 ? UNITS : 1);
-      // What is said of a tile's queries is read by the warp of the values, or those that convert, too.
-      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (i < 2 ? FP8 ? CONVERTERS : 1 : 0));
+      // What is said of a tile's queries is read by the warp of the values, too.
+      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (!FP8 && i < 2));
     }
     for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(shared.slot_full(i), 1);
     store_shared(shared.factor(), bits_of(p.factor));
