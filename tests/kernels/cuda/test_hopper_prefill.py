@@ -221,7 +221,7 @@ def test_the_emulation_notices_mistakes_between_joined_tiles(mistake: tuple[str,
 
 
 MISTAKES = {
-    "no_fence": ("  fence_shared();\n", ""),
+    "no_fence": ("  fence_shared();\n  named_sync", "  named_sync"),
     "keys_are_read_before_they_come": (
         "    wait(shared.k_full(k.stage), k.parity);\n    take_turn();",
         "    take_turn();",
