@@ -11,6 +11,9 @@ L2 as far as they fit. FLOPs are 4 * heads * head size for each query and key it
 FlashAttention-3 runs three ways, and the fastest that is paged is what shares refer to: on pages in its own
 layout with a schedule made in each call, the same with the schedule made before, and on keys that are not
 paged ("plain", only where chunks are whole contexts).
+
+Caches in FP8: both kernels on codes, and the one for Hopper on the BF16 values that they stand for, which the
+answer is made of, too; `--fp8` measures nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,6 +42,7 @@ from benchmarks.gpu_timing import Report, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
 from tiny_vllm.kernels import prefill_attention
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, dequantise_rows, quantise_rows
 from tiny_vllm.kernels.hopper_prefill import launch as hopper
 from tiny_vllm.kernels.hopper_prefill.launch import SMALL_VARIANTS, VARIANTS, Shape, Variant
 
@@ -58,6 +62,11 @@ WORKLOADS = {
     "ragged": [(length, length) for length in (100, 700, 1500, 3001, 50, 411, 2200, 33)],
     "chunk 2048 of 8192": [(2048, 8192)],
     "prefix hits: 16 x 128 of 2048": [(128, 2048)] * 16,
+}
+# With caches in FP8
+FP8_WORKLOADS = {
+    **{name: WORKLOADS[name] for name in ("4x2048", "16x512", "1x8192", "ragged")},
+    "chunk 1024 behind 16384": [(1024, 16384 + 1024)],
 }
 SWEPT = ("1x2048", "16x512", "1x512", "1x8192")
 # None: what the engine takes
@@ -81,8 +90,8 @@ class Problem:
     """A workload's tensors on the GPU, and its answer."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: Cache
+    v_cache: Cache
     tables: tuple[Tensor, Tensor, Tensor]
     chunks: list[tuple[int, int]]
     expected: Tensor
@@ -95,21 +104,34 @@ class Problem:
     def error(self, actual: Tensor) -> float:
         return float((actual.float() - self.expected).abs().max() / self.expected.abs().max())
 
+    def in_16_bits(self) -> Problem:
+        """What caches in FP8 stand for."""
+        return replace(self, k_cache=values_of(self.k_cache), v_cache=values_of(self.v_cache))
 
-def make_problem(chunks: list[tuple[int, int]], head_dim: int, page_size: int = PAGE_SIZE) -> Problem:
+
+def values_of(cache: Cache) -> Tensor:
+    if isinstance(cache, Fp8Cache):
+        return dequantise_rows(cache.codes, cache.scales, cache.dtype)
+    return cache
+
+
+def make_problem(
+    chunks: list[tuple[int, int]], head_dim: int, page_size: int = PAGE_SIZE, *, is_fp8: bool = False
+) -> Problem:
     widths = [-(-context // page_size) for _, context in chunks]
     pages = torch.randperm(sum(widths), device=DEVICE) + 1
     table = torch.zeros(len(chunks), max(widths), dtype=torch.int64, device=DEVICE)
     for row, own in zip(table, pages.split(widths), strict=True):
         row[: len(own)] = own
     shape = (2, sum(widths) + 1, KV_HEADS, page_size, head_dim)
-    k_cache, v_cache = torch.randn(shape, device=DEVICE).bfloat16()
+    values = torch.randn(shape, device=DEVICE).bfloat16()
+    k_cache, v_cache = (Fp8Cache(*quantise_rows(part), part.dtype) if is_fp8 else part for part in values)
     lens = [chunk for chunk, _ in chunks]
     q = (2 * torch.randn(sum(lens), HEADS, head_dim, device=DEVICE)).bfloat16()
     expected = torch.empty(q.shape, device=DEVICE)
     for index, (part, out) in enumerate(zip(q.split(lens), expected.split(lens), strict=True)):
         context = chunks[index][1]
-        keys, values = (gather(cache, table[index], context) for cache in (k_cache, v_cache))
+        keys, values = (gather(values_of(cache), table[index], context) for cache in (k_cache, v_cache))
         attend_reference(part, keys, values, out)
     starts = torch.tensor([0, *lens], device=DEVICE).cumsum(0)
     contexts = torch.tensor([context for _, context in chunks], device=DEVICE)
@@ -167,7 +189,8 @@ class Peer:
             fa_version=3,
         )
         # Its own order within a page: tokens, then heads.
-        pages = [cache.transpose(1, 2).contiguous() for cache in (problem.k_cache, problem.v_cache)]
+        caches = values_of(problem.k_cache), values_of(problem.v_cache)
+        pages = [cache.transpose(1, 2).contiguous() for cache in caches]
         paged = partial(attend, *pages, seqused_k=contexts, block_table=table)
         schedule = self._interface.get_scheduler_metadata(
             batch_size=len(contexts),
@@ -191,16 +214,16 @@ class Peer:
                 torch.cat(
                     [gather(cache, *row) for row in zip(problem.tables[0], contexts.tolist(), strict=True)]
                 )
-                for cache in (problem.k_cache, problem.v_cache)
+                for cache in caches
             ]
             calls["FA3, plain"] = partial(attend, *plain, cu_seqlens_k=starts)
         return calls
 
 
-def shape_of(head_dim: int) -> Shape:
+def shape_of(head_dim: int, is_fp8: bool = False) -> Shape:
     integer = torch.int64
     heads = HEADS // KV_HEADS, KV_HEADS
-    return Shape(head_dim, *heads, PAGE_SIZE, torch.bfloat16, False, False, integer, integer, integer)
+    return Shape(head_dim, *heads, PAGE_SIZE, torch.bfloat16, False, False, integer, integer, integer, is_fp8)
 
 
 def launch_triton(tile: tuple[int, ...], head_dim: int, arguments: tuple[Any, ...]) -> Tensor:
@@ -208,20 +231,24 @@ def launch_triton(tile: tuple[int, ...], head_dim: int, arguments: tuple[Any, ..
         return prefill_attention.attend_chunks(*arguments)
 
 
-def compile_hopper(head_dim: int, variant: Variant | None) -> None:
+def compile_hopper(head_dim: int, variant: Variant | None, is_fp8: bool = False) -> None:
     """In a worker process: fills the cache of binaries."""
     assert variant is not None
-    compile_cubin(
-        hopper.source(), name="prefill", defines=hopper.macros(shape_of(head_dim), variant), arch="sm_90a"
-    )
+    defines = hopper.macros(shape_of(head_dim, is_fp8), variant)
+    compile_cubin(hopper.source(), name="prefill", defines=defines, arch="sm_90a")
 
 
-def compile_triton(head_dim: int, tile: tuple[int, ...], workload: str) -> None:
+def compile_triton(
+    head_dim: int, tile: tuple[int, ...], chunks: list[tuple[int, int]], is_fp8: bool = False
+) -> None:
     """In a worker process: fills Triton's cache."""
-    chunks = WORKLOADS[workload]
     width = max(-(-context // PAGE_SIZE) for _, context in chunks)
     count, tokens = len(chunks), sum(chunk for chunk, _ in chunks)
-    cache = meta(count * width + 1, KV_HEADS, PAGE_SIZE, head_dim)
+    rows = count * width + 1, KV_HEADS, PAGE_SIZE
+    cache: Cache = meta(*rows, head_dim)
+    if is_fp8:
+        codes = meta(*rows, head_dim, dtype=torch.float8_e4m3fn)
+        cache = Fp8Cache(codes, meta(*rows, dtype=torch.bfloat16), torch.bfloat16)
     integers = [meta(*size, dtype=torch.int64) for size in ((count, width), (count + 1,), (count,))]
     with compiling():
         arguments = (meta(tokens, HEADS, head_dim), cache, cache, *integers, head_dim**-0.5)
@@ -299,6 +326,22 @@ class Bench:
                     call = partial(attend_hopper, problem.arguments, None)
                     time_call(self.report, problem, call, workload=workload, head_dim=head_dim, kernel=kernel)
 
+    def run_fp8(self) -> None:
+        for head_dim in HEAD_DIMS:
+            for workload, chunks in FP8_WORKLOADS.items():
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError("the time is up")
+                problem = make_problem(chunks, head_dim, is_fp8=True)
+                tile = tiles_of_table(head_dim)
+                calls = {
+                    "Triton, FP8": partial(launch_triton, tile, head_dim, problem.arguments),
+                    "Hopper, FP8": partial(attend_hopper, problem.arguments, None),
+                    "Hopper, 16 bits": partial(attend_hopper, problem.in_16_bits().arguments, None),
+                }
+                for kernel, call in calls.items():
+                    row = dict(workload=workload, head_dim=head_dim, kernel=kernel)
+                    time_call(self.report, problem, call, **row)
+
     def share(self, workload: str, head_dim: int, kernel: str, call: Callable[[], Tensor]) -> None:
         rate = self.time(workload, head_dim, kernel, call)
         peer = self._peers.get((workload, head_dim))
@@ -329,6 +372,40 @@ def tiles_of_table(head_dim: int) -> tuple[int, ...]:
     return next(tile for limit, tile in prefill_attention.TILES_16_BIT if limit >= head_dim)
 
 
+def submit_in_use(pool: ProcessPoolExecutor) -> list[Future[None]]:
+    futures = [
+        pool.submit(compile_hopper, head_dim, variant)
+        for table in (VARIANTS, SMALL_VARIANTS)
+        for head_dim, variant in table.items()
+    ]
+    for head_dim in HEAD_DIMS:
+        for workload in ("1x2048", "16x512", "ragged"):
+            chunks = WORKLOADS[workload]
+            futures.append(pool.submit(compile_triton, head_dim, tiles_of_table(head_dim), chunks))
+    return futures
+
+
+def submit_fp8(pool: ProcessPoolExecutor) -> list[Future[None]]:
+    futures = []
+    for head_dim in HEAD_DIMS:
+        variant, tile = VARIANTS[head_dim], tiles_of_table(head_dim)
+        futures += [pool.submit(compile_hopper, head_dim, variant, is_fp8) for is_fp8 in (True, False)]
+        futures += [
+            pool.submit(compile_triton, head_dim, tile, chunks, True) for chunks in FP8_WORKLOADS.values()
+        ]
+    return futures
+
+
+def submit_sweeps(pool: ProcessPoolExecutor) -> list[Future[None]]:
+    sweeps = []
+    for head_dim in HEAD_DIMS:
+        sweeps += [pool.submit(compile_hopper, head_dim, variant) for variant in HOPPER_VARIANTS[head_dim]]
+    for head_dim in HEAD_DIMS:
+        for tile in TRITON_TILES[head_dim]:
+            sweeps += [pool.submit(compile_triton, head_dim, tile, WORKLOADS[name]) for name in SWEPT]
+    return sweeps
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -338,6 +415,7 @@ def main() -> int:
     parser.add_argument("--site", type=Path, help="where the peer is installed already")
     parser.add_argument("--seconds", type=float, default=100, help="stop after so many")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--fp8", action="store_true", help="only caches in FP8")
     parser.add_argument("--no-sweep", action="store_true", help="only the variants and tiles in use")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -349,26 +427,13 @@ def main() -> int:
         context.set_forkserver_preload(["benchmarks.gpu_prefill_attention"])
         with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
             # What is timed first is compiled first.
-            futures: list[Future[None]] = [
-                pool.submit(compile_hopper, head_dim, variant)
-                for table in (VARIANTS, SMALL_VARIANTS)
-                for head_dim, variant in table.items()
-            ]
-            for head_dim in HEAD_DIMS:
-                for workload in ("1x2048", "16x512", "ragged"):
-                    futures.append(pool.submit(compile_triton, head_dim, tiles_of_table(head_dim), workload))
+            futures: list[Future[None]] = []
+            if not arguments.fp8:
+                futures += submit_in_use(pool)
+            of_fp8 = submit_fp8(pool)
             sweeps: list[Future[None]] = []
-            if not arguments.no_sweep:
-                for head_dim in HEAD_DIMS:
-                    sweeps += [
-                        pool.submit(compile_hopper, head_dim, variant)
-                        for variant in HOPPER_VARIANTS[head_dim]
-                    ]
-                for head_dim in HEAD_DIMS:
-                    for tile in TRITON_TILES[head_dim]:
-                        sweeps += [
-                            pool.submit(compile_triton, head_dim, tile, workload) for workload in SWEPT
-                        ]
+            if not (arguments.no_sweep or arguments.fp8):
+                sweeps += submit_sweeps(pool)
             report = Report(arguments.output)
             bench = Bench(report, start + arguments.seconds)
             everything = tuple(WORKLOADS)
@@ -384,10 +449,17 @@ def main() -> int:
                 bench.run_triton({head_dim: [tiles_of_table(head_dim)] for head_dim in HEAD_DIMS}, everything)
                 bench.run_hopper({head_dim: [None] for head_dim in HEAD_DIMS}, everything)
 
+            def run_fp8() -> None:
+                for future in of_fp8:
+                    future.exception()
+                bench.run_fp8()
+
             if installing is not None or arguments.site:
                 report.section("FlashAttention-3", run_peer)
-            report.section("in use", run_in_use)
-            if not arguments.no_sweep:
+            if not arguments.fp8:
+                report.section("in use", run_in_use)
+            report.section("caches in FP8", run_fp8)
+            if sweeps:
                 for future in sweeps:
                     future.exception()
                 report.section("Hopper variants", lambda: bench.run_hopper(HOPPER_VARIANTS, SWEPT))

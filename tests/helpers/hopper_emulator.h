@@ -57,6 +57,9 @@ struct Product {
   int n;
   bool accumulate;
 };
+struct Stored {
+  u32 address, words[4];
+};
 struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -65,7 +68,7 @@ struct Thread {
   int index = 0;
   std::vector<Product> open;
   std::deque<std::vector<Product>> groups;
-  std::vector<u32> zeros;  // stores that the asynchronous units do not see yet
+  std::vector<Stored> stored;  // what the asynchronous units do not see yet
 };
 struct Warp {
   u64 deposited[32], result[32];
@@ -339,13 +342,15 @@ inline int load_shared(u32 address) {
   memcpy(&value, emulated::at(address, 4), 4);
   return value;
 }
-inline void store_shared_zeros(u32 address) {
+inline void store_shared_16_bytes(u32 address, u32 a, u32 b, u32 c, u32 d) {
   emulated::at(address, 16);
-  emulated::self->zeros.push_back(address);
+  emulated::check(address % 16 == 0, "an unaligned store");
+  emulated::self->stored.push_back({address, {a, b, c, d}});
 }
+inline void store_shared_zeros(u32 address) { store_shared_16_bytes(address, 0, 0, 0, 0); }
 inline void fence_shared() {
-  for (u32 address : emulated::self->zeros) memset(emulated::at(address, 16), 0, 16);
-  emulated::self->zeros.clear();
+  for (const auto& [address, words] : emulated::self->stored) memcpy(emulated::at(address, 16), words, 16);
+  emulated::self->stored.clear();
 }
 inline void stay_before(float, u32 scratch) { emulated::at(scratch, 4); }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.helpers.emulator import load_emulator
 from tiny_vllm.kernels.cuda.tensor_map import BoxedTensor
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import Params, Shape, Variant, make_params, shared_bytes
 
@@ -29,8 +30,9 @@ def emulated_library(shape: Shape, variant: Variant, mistake: tuple[str, str] | 
     if mistake is not None:
         assert attention.count(mistake[0]) == 1, f"not once in attention.cu: {mistake[0]}"
         attention = attention.replace(*mistake)
-    parts = [(HERE / "hopper_emulator.h").read_text(encoding="utf-8"), attention]
-    parts.append((HERE / "hopper_emulator_entry.h").read_text(encoding="utf-8"))
+    files = ("hopper_emulator.h", "hopper_fp8_emulator.h", "hopper_emulator_entry.h")
+    parts = [(HERE / name).read_text(encoding="utf-8") for name in files]
+    parts.insert(2, attention)
     return load_emulator("\n".join(parts), launch.macros(shape, variant), Params)
 
 
@@ -43,8 +45,8 @@ def emulated_map(tensor: BoxedTensor) -> bytes:
 
 def attend_emulated(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -64,7 +66,8 @@ def attend_emulated(
     group = q.shape[1] // num_kv_heads
     types = page_table.dtype, query_starts.dtype, context_lens.dtype
     variants = window is not None, sinks is not None
-    shape = Shape(head_dim, group, num_kv_heads, page_size, q.dtype, *variants, *types)
+    is_fp8 = isinstance(k_cache, Fp8Cache)
+    shape = Shape(head_dim, group, num_kv_heads, page_size, q.dtype, *variants, *types, is_fp8)
     library = emulated_library(shape, variant, mistake)
     output = torch.full_like(q, torch.nan)
     tables = page_table, query_starts, context_lens
@@ -76,7 +79,7 @@ def attend_emulated(
     space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
     place = -(-ctypes.addressof(space) // 64) * 64
     ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
-    size = shared_bytes(head_dim, variant)
+    size = shared_bytes(shape, variant)
     problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed)
     if problem:
         raise RuntimeError(problem.decode())

@@ -221,7 +221,7 @@ def test_the_emulation_notices_mistakes_between_joined_tiles(mistake: tuple[str,
 
 
 MISTAKES = {
-    "no_fence": ("  fence_shared();\n", ""),
+    "no_fence": ("  fence_shared();\n  named_sync", "  named_sync"),
     "keys_are_read_before_they_come": (
         "    wait(shared.k_full(k.stage), k.parity);\n    take_turn();",
         "    take_turn();",
@@ -319,13 +319,10 @@ def touched_under_way(text: str) -> Iterator[str]:
             yield instruction
 
 
-@pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
-@pytest.mark.parametrize("name", COMPILED)
-def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_path: Path) -> None:
+def check_machine_code(own: Shape, variant: Variant, folder: Path) -> str:
+    """The instructions; nothing of them spills or touches what a product may still use."""
     import triton
 
-    own, variant = COMPILED[name]
     cubin = compile_cubin(source(), name="prefill", defines=macros(own, variant))
     (usage,) = resource_usage(cubin).values()
     assert usage.stack_bytes == 0
@@ -333,9 +330,9 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     producer, consumer = REGISTERS[variant.warpgroups]
     assert producer + variant.warpgroups * consumer <= usage.registers * (variant.warpgroups + 1)
 
-    (tmp_path / "cubin").write_bytes(cubin)
+    (folder / "cubin").write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    text = subprocess.run([tool, "-c", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([tool, "-c", folder / "cubin"], capture_output=True, text=True, check=True).stdout
     assert not list(touched_under_way(text))
     # Serialised products would each have a wait of their own.
     order = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", text)
@@ -347,6 +344,15 @@ def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_pat
     for first, second in ((waits[1], waits[2]), (waits[3], waits[4])):
         between = order[first + 1 : second]
         assert between.count("MUFU.EX2") >= weights and "HGMMA" not in between
+    return text
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.parametrize("name", COMPILED)
+def test_products_run_beside_the_exponents_and_nothing_spills(name: str, tmp_path: Path) -> None:
+    text = check_machine_code(*COMPILED[name], tmp_path)
+    assert "E4M3" not in text
 
 
 def test_few_tokens_get_smaller_tiles() -> None:
@@ -361,7 +367,8 @@ def test_few_tokens_get_smaller_tiles() -> None:
 @pytest.mark.parametrize("head_dim", VARIANTS)
 def test_a_block_fits_into_a_multiprocessor(head_dim: int) -> None:
     variant = VARIANTS[head_dim]
-    assert shared_bytes(head_dim, variant) <= SHARED_LIMIT
+    for is_fp8 in (False, True):
+        assert shared_bytes(shape(head_dim, is_fp8=is_fp8), variant) <= SHARED_LIMIT
     producer, consumer = REGISTERS[variant.warpgroups]
     assert 128 * (producer + variant.warpgroups * consumer) <= 65536
 

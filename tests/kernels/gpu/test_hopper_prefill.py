@@ -82,19 +82,31 @@ def compiled() -> None:
 class Case:
     """Random queries, keys and values of a kernel's shape, and the answer."""
 
-    def __init__(self, kernel: str, chunks: list[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        kernel: str,
+        chunks: list[tuple[int, int]],
+        device: torch.device,
+        make_pages: type[Pages] = Pages,
+    ) -> None:
         num_heads, num_kv_heads, head_dim, page_size, self.dtype, options = KERNELS[kernel]
         self.options = dict(options)
         if "sinks" in options:
             self.options["sinks"] = 3 * torch.randn(num_heads, device=device)
         lens = [context for _, context in chunks]
-        self.pages = Pages(lens, num_kv_heads, head_dim, page_size, self.dtype, device)
+        self.pages = make_pages(lens, num_kv_heads, head_dim, page_size, self.dtype, device)
         starts = [0]
         for chunk, _ in chunks:
             starts.append(starts[-1] + chunk)
         self.q = (2 * torch.randn(starts[-1], num_heads, head_dim, device=device)).to(self.dtype)
         tables = self.pages.table, torch.tensor(starts, device=device), self.pages.lens
-        self.arguments = self.q, self.pages.k_cache, self.pages.v_cache, *tables, head_dim**-0.5
+        self.arguments: tuple[Any, ...] = (
+            self.q,
+            self.pages.k_cache,
+            self.pages.v_cache,
+            *tables,
+            head_dim**-0.5,
+        )
         self.expected = torch.cat(
             [
                 self.pages.attend(index, self.q[starts[index] : starts[index + 1]], **self.options)

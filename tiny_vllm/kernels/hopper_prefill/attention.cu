@@ -1,5 +1,5 @@
-// Prefill attention for Hopper: what prefill_attention.py describes, with 16-bit values and heads of 64
-// or 128.
+// Prefill attention for Hopper: what prefill_attention.py describes, with 16-bit queries, keys and values in
+// 16 bits or in FP8 (fp8_cache.py), and heads of 64 or 128.
 //
 // A block works through tiles of ROWS rows, a row being a query of one of a KV head's GROUP heads. Two
 // warps copy (TMA): a tile's rows of q into one of two buffers, and its keys and values, BLOCK_N at a
@@ -35,9 +35,18 @@
 // Nothing beyond a sequence's context reaches the result: pages without keys are not read, keys there get
 // weight 0, and values there are overwritten with zeros, because 0 * NaN is NaN.
 //
+// FP8: one warp copies queries and, in units of UNIT rows, codes with their scales to a ring of SLOTS; three
+// others make of them the 16-bit keys and values that the products read. Rows are scaled as they are decoded
+// and rounded once, which is what a cache in FP8 stands for, so those who compute do nothing else than with
+// 16 bits: scales applied to scores and weights would cost them a multiplication of each, where here one
+// multiplies two values. A unit takes a warp 165 instructions with heads of 64 and 295 with 128, so a step's
+// 16 units 2,600 and 4,700, beside the 1,536 cycles (three warpgroups) and 2,048 that its products take at
+// least: 870 and 1,570 for each of three warps on schedulers of their own. Two would be too few. None of it
+// is measured.
+//
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, HALF (float16 instead of bfloat16), WINDOWED, SINKS,
-// WARPGROUPS, STAGES, PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS; TABLE, STARTS and LENS are integer
-// types.
+// WARPGROUPS, STAGES, SLOTS (0: caches are not in FP8), PRODUCER_REGISTERS, CONSUMER_REGISTERS, WATCHDOG_NS;
+// TABLE, STARTS and LENS are integer types.
 
 constexpr int BLOCK_N = 128;  // keys of a step
 constexpr int ROWS = WARPGROUPS * 64;
@@ -47,12 +56,22 @@ constexpr int PAGES = BLOCK_N / PAGE_SIZE;  // of BLOCK_N keys
 constexpr u32 Q_BYTES = ROWS * HEAD_DIM * 2, KEY_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr u32 PAGE_BYTES = PAGE_SIZE * HEAD_DIM * 2;
 constexpr int CONSUMER_WARPS = WARPGROUPS * 4;
-constexpr int TURNS = 1;  // the first named barrier of the tokens; then one for each warpgroup's own use
+constexpr bool FP8 = SLOTS > 0;
+constexpr int UNIT = 16, UNITS = BLOCK_N / UNIT;  // rows of codes, and how many times that of a step's keys
+constexpr u32 UNIT_BYTES = UNIT * HEAD_DIM, UNIT_SCALE_BYTES = UNIT * 2;
+constexpr int CONVERTERS = 3;  // warps
+constexpr int TURNS = 1;       // the first named barrier of the tokens; then one for each warpgroup's own use
 constexpr int OWN = TURNS + WARPGROUPS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(BLOCK_N % PAGE_SIZE == 0 && PAGE_SIZE % 8 == 0 && PAGES <= 32, "pages, one a lane");
 static_assert(GROUP <= 64, "rows");
 static_assert(WARPGROUPS > 1, "they take turns");
+static_assert(!FP8 || PAGE_SIZE % UNIT == 0, "a unit is of one page");
+static_assert(2 * UNITS <= 32, "units' codes and scales, one a lane");
+static_assert(!FP8 || SLOTS >= UNITS, "they are copied together");
+// A wait cannot tell a phase from the one before the last: whoever waits for one must have seen the one
+// before.
+static_assert(SLOTS % CONVERTERS == 0 && UNITS >= CONVERTERS, "a slot belongs to one warp, a stage to all");
 constexpr float HIGHEST_WEIGHT = HALF ? 1 << 14 : 1 << 30;  // of a float16, and of what sums can hold
 
 struct alignas(64) Params {
@@ -65,6 +84,9 @@ struct alignas(64) Params {
   u32* counter;        // 0 before and after a launch
   float factor;        // of the scores, for base 2
   int table_width, num_sequences, window;
+  // FP8 only, in the place of the maps of k and v: [pages][KV_HEADS][PAGE_SIZE], codes with HEAD_DIM.
+  const u8 *k_codes, *v_codes;
+  const u16 *k_scales, *v_scales;
 };
 
 struct Tile {
@@ -80,15 +102,19 @@ struct Shared {
   DEV u32 queries(int buffer) const { return base + buffer * Q_BYTES; }
   DEV u32 keys(int stage) const { return base + 2 * Q_BYTES + stage * KEY_BYTES; }
   DEV u32 values(int stage) const { return keys(STAGES + stage); }
-  // Barriers: "full" of q, keys and values, then "empty" of the same.
-  DEV u32 barrier(int index) const { return keys(2 * STAGES) + index * 8; }
+  DEV u32 codes(int slot) const { return keys(2 * STAGES) + slot * UNIT_BYTES; }
+  DEV u32 scales(int slot) const { return codes(SLOTS) + slot * UNIT_SCALE_BYTES; }
+  // Barriers: "full" of q, keys and values, then "empty" of the same; then both of slots.
+  DEV u32 barrier(int index) const { return scales(SLOTS) + index * 8; }
   DEV u32 q_full(int buffer) const { return barrier(buffer); }
   DEV u32 k_full(int stage) const { return barrier(2 + stage); }
   DEV u32 v_full(int stage) const { return barrier(2 + STAGES + stage); }
   DEV u32 q_empty(int buffer) const { return barrier(FULL + buffer); }
   DEV u32 k_empty(int stage) const { return barrier(FULL + 2 + stage); }
   DEV u32 v_empty(int stage) const { return barrier(FULL + 2 + STAGES + stage); }
-  DEV u32 scratch() const { return barrier(2 * FULL); }  // a word per thread of a warpgroup
+  DEV u32 slot_full(int slot) const { return barrier(2 * FULL + slot); }
+  DEV u32 slot_empty(int slot) const { return barrier(2 * FULL + SLOTS + slot); }
+  DEV u32 scratch() const { return barrier(2 * FULL + 2 * SLOTS); }  // a word per thread of a warpgroup
   // What the queries in a buffer are, a `Tile`; filled and empty with the queries.
   DEV u32 tile(int buffer) const { return scratch() + 128 * 4 + buffer * (u32)sizeof(Tile); }
   DEV u32 factor() const { return tile(2); }
@@ -104,6 +130,7 @@ struct Place {
 };
 using QueryPlace = Place<2>;
 using KeyPlace = Place<STAGES>;  // of values, too
+using CodePlace = Place<FP8 ? SLOTS : 1>;
 
 DEV int count_tiles(const Params& p, int sequence) {
   const STARTS* starts = p.query_starts + sequence;
@@ -218,6 +245,43 @@ DEV void copy_tile(const Params& p, const Shared& shared, const Tile& tile, u32&
   }
 }
 
+// By a whole warp, FP8: the codes and scales of a tile, a step's keys and then its values. number: how many
+// times UNITS units came before; it counts on. A lane copies a unit's codes, or its scales. Units behind the
+// context are full without a copy.
+DEV void copy_codes(const Params& p, const Shared& shared, const Tile& tile, u32& number) {
+#pragma unroll 1
+  for (int half = tile.begin * 2; half < tile.end * 2; ++half, ++number) {
+    // What is made of the lane is not kept from one to the next: there are few registers.
+    const int lane = lane_index_again();
+    if (lane < 2 * UNITS) {
+      const int unit = lane % UNITS, position = half / 2 * BLOCK_N + unit * UNIT;
+      const bool is_code = lane < UNITS, is_there = position < tile.context_len;
+      u32 row = 0;
+      if (is_there) {
+        const TABLE* page = p.page_table + (u32)(tile.sequence * p.table_width + position / PAGE_SIZE);
+        row = ((u32)load_constant(page) * KV_HEADS + tile.kv_head) * PAGE_SIZE + position % PAGE_SIZE;
+      }
+      const CodePlace place(number * UNITS + unit);
+      const u32 full = shared.slot_full(place.stage);
+      wait(shared.slot_empty(place.stage), place.parity ^ 1);
+      if (is_code) {
+        if (is_there)
+          arrive_expecting(full, UNIT_BYTES + UNIT_SCALE_BYTES);
+        else
+          arrive(full);
+      }
+      if (is_there) {
+        const u8* codes = half % 2 == 0 ? p.k_codes : p.v_codes;
+        const u16* scales = half % 2 == 0 ? p.k_scales : p.v_scales;
+        copy_bytes(is_code ? shared.codes(place.stage) : shared.scales(place.stage),
+                   is_code ? codes + (u64)row * HEAD_DIM : (const u8*)(scales + row),
+                   is_code ? UNIT_BYTES : UNIT_SCALE_BYTES, full);
+      }
+    }
+    join_lanes();
+  }
+}
+
 // A warp takes tiles and copies their queries and keys, another copies their values: a copy of a page is many
 // instructions that wait for each other. One thread of each does it, and the compiler knows that by
 // `is_elected`; for any other test it writes a loop round every copy.
@@ -242,9 +306,10 @@ DEV void produce_keys(const Params& p, const Shared& shared, int lane) {
         for (int span = 0; span < SPANS; ++span)
           copy_box(shared.queries(q.stage) + span * ROWS * 128, p.q, span * 64, tile.kv_head * GROUP,
                    tile.first_query, shared.q_full(q.stage));
-        copy_tile<true>(p, shared, tile, loaded);
+        if (!FP8) copy_tile<true>(p, shared, tile, loaded);
       }
     }
+    if (FP8) copy_codes(p, shared, tile, loaded);
     if (tile.end == 0) break;
     number = num_blocks() + (int)broadcast(lane == 0 ? take_number(p.counter, schedule.count - 1) : 0, 0);
   }
@@ -260,6 +325,64 @@ DEV void produce_values(const Params& p, const Shared& shared) {
     arrive(shared.q_empty(q.stage));
     if (tile.end == 0) break;
     copy_tile<false>(p, shared, tile, loaded);
+  }
+}
+
+// Where 16 bytes of a row begin in shared memory.
+DEV u32 piece_of(u32 row, u32 column) { return row * 128 + (column ^ row % 8 * 16); }
+
+// A unit's rows from this one of a stage on. Of eight rows, a lane has 16 codes of one; of two neighbouring
+// rows, lanes have different spans at a time: they are in different banks, as codes and as values.
+DEV void decode_unit(u32 target, u32 codes, u32 scales) {
+  // Places made of the lane are not kept between units, they would take too many registers.
+  const int lane = lane_index_again();
+#pragma unroll
+  for (int i = 0; i < UNIT / 8 * SPANS; ++i) {
+    const u32 row = i / SPANS * 8 + lane / 4, span = (lane / 4 + i) % SPANS, piece = lane % 4;
+    u32 own[4], values[8];
+    load_codes(own, codes + row * HEAD_DIM + span * 64 + piece * 16);
+    const float scale = load_scale(scales + row * 2);
+#pragma unroll
+    for (int word = 0; word < 4; ++word)
+      decode_codes(values[2 * word], values[2 * word + 1], own[word], scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_shared_16_bytes(target + span * BLOCK_N * 128 + piece_of(row, piece * 32 + half * 16),
+                            values[half * 4], values[half * 4 + 1], values[half * 4 + 2],
+                            values[half * 4 + 3]);
+  }
+}
+
+// By a whole warp, FP8: every CONVERTERS-th unit of all tiles.
+DEV void convert_codes(const Shared& shared, int converter, int lane) {
+  u32 next = converter, number = 0;  // in units, in all tiles, and in steps
+  for (int round = 0;; ++round) {
+    const QueryPlace q(round);
+    wait(shared.q_full(q.stage), q.parity);
+    // Those who compute release it: behind its last unit.
+    const Tile tile = load_tile(shared.tile(q.stage));
+    if (tile.end == 0) break;
+    int left = tile.context_len - tile.begin * BLOCK_N;
+    for (const u32 end = number + tile.end - tile.begin; number != end; ++number, left -= BLOCK_N) {
+      const KeyPlace place(number);
+#pragma unroll 1
+      for (; next < (number + 1) * 2 * UNITS; next += CONVERTERS) {
+        const CodePlace slot(next);
+        const bool is_key = next % (2 * UNITS) < UNITS;
+        const int first = next % UNITS * UNIT;
+        wait(is_key ? shared.k_empty(place.stage) : shared.v_empty(place.stage), place.parity ^ 1);
+        wait(shared.slot_full(slot.stage), slot.parity);
+        if (first < left)
+          decode_unit((is_key ? shared.keys(place.stage) : shared.values(place.stage)) + first * 128,
+                      shared.codes(slot.stage), shared.scales(slot.stage));
+        fence_shared();
+        join_lanes();
+        if (lane == 0) {
+          arrive(is_key ? shared.k_full(place.stage) : shared.v_full(place.stage));
+          arrive(shared.slot_empty(slot.stage));
+        }
+      }
+    }
   }
 }
 
@@ -319,9 +442,6 @@ DEV void shrink_output(float (&output)[HEAD_DIM / 2], const Rows& rows) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= rows.shrink[i / 2 % 2];
 }
-
-// Where 16 bytes of a row begin in shared memory.
-DEV u32 piece_of(u32 row, u32 column) { return row * 128 + (column ^ row % 8 * 16); }
 
 // The scores of a warp's own 16 queries again, without the other warps.
 DEV void multiply_again(float (&scores)[BLOCK_N / 2], u32 queries, u32 keys) {
@@ -625,12 +745,14 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
   const Shared shared;
   const int thread = thread_index(), lane = thread % 32;
   if (thread == 0) {
-    fetch_map(p.q), fetch_map(p.k), fetch_map(p.v);
+    fetch_map(p.q);
+    if (!FP8) fetch_map(p.k), fetch_map(p.v);
     for (int i = 0; i < Shared::FULL; ++i) {
-      barrier_init(shared.barrier(i), 1);
+      barrier_init(shared.barrier(i), FP8 && i >= 2 ? UNITS : 1);
       // What is said of a tile's queries is read by the warp of the values, too.
-      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (i < 2));
+      barrier_init(shared.barrier(Shared::FULL + i), CONSUMER_WARPS + (!FP8 && i < 2));
     }
+    for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(shared.slot_full(i), 1);
     store_shared(shared.factor(), bits_of(p.factor));
     publish_barriers();
   }
@@ -640,6 +762,8 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     release_registers<PRODUCER_REGISTERS>();
     if (thread < 32)
       produce_keys(p, shared, lane);
+    else if (FP8)
+      convert_codes(shared, (int)broadcast(thread / 32, 0) - 1, lane);
     else if (thread < 64)
       produce_values(p, shared);
   } else {

@@ -19,7 +19,10 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_funct
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
 
+# Whether the engine has it read caches in FP8: not before a GPU has run and measured that.
+TAKES_FP8_CACHES = False
 # A wait in the kernel that lasts so long ends it with an error.
 WATCHDOG_SECONDS = 4
 LOG2_E = 1.4426950408889634
@@ -30,6 +33,9 @@ INTEGERS = {torch.int32: "int", torch.int64: "long long"}
 # share the 64 K of a multiprocessor.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 BLOCK_N = 128  # keys of a step, as in attention.cu
+UNIT = 16  # rows of FP8 codes that are converted at a time, as in attention.cu
+# By head size, units of codes in shared memory: about two steps' and one step's, what is left of it.
+SLOTS = {64: 30, 128: 15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernel is compiled for. table, starts, lens: types of the integer arguments."""
+    """What the kernel is compiled for. table, starts, lens: types of the integer arguments. is_fp8: caches
+    are Fp8Cache."""
 
     head_dim: int
     group: int
@@ -54,6 +61,11 @@ class Shape:
     table: torch.dtype
     starts: torch.dtype
     lens: torch.dtype
+    is_fp8: bool = False
+
+    @property
+    def slots(self) -> int:
+        return SLOTS[self.head_dim] if self.is_fp8 else 0
 
 
 # By head size. Heads of 64 leave room for three warpgroups, which keep more exponents under way.
@@ -76,10 +88,13 @@ class Params(ctypes.Structure):
         ),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("table_width", "num_sequences", "window")),
+        *((name, ctypes.c_void_p) for name in ("k_codes", "v_codes", "k_scales", "v_scales")),
+        # The device's structure is as large as its alignment asks.
+        ("rest", ctypes.c_char * 32),
     )
 
 
-def obstacle(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float | None) -> str | None:
+def obstacle(q: Tensor, k_cache: Cache, v_cache: Cache, scale: float, softcap: float | None) -> str | None:
     """Why the kernel cannot take these arguments, whatever the device; None if it can."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -96,9 +111,12 @@ def obstacle(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap:
         return f"scores have a soft cap of {softcap}"
     if not scale > 0:
         return f"the scale {scale} is not positive"
-    if k_cache.numel() // head_dim >= 2**31:
+    if isinstance(k_cache, Fp8Cache) != isinstance(v_cache, Fp8Cache):
+        return "one cache is in FP8"
+    if k_cache.shape.numel() // head_dim >= 2**31:
         return "the cache has 2^31 rows or more"
-    if q.data_ptr() % 16 or k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+    tensors = q, *cache_tensors(k_cache), *cache_tensors(v_cache)
+    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors):
         return "an address is no multiple of 16"
     return None
 
@@ -118,9 +136,8 @@ def count_multiprocessors(device: torch.device) -> int:
 
 def source() -> str:
     folder = Path(__file__).parent
-    return "".join(
-        (folder / name).read_text(encoding="utf-8") for name in ("instructions.cu", "attention.cu")
-    )
+    files = "instructions.cu", "fp8_instructions.cu", "attention.cu"
+    return "".join((folder / name).read_text(encoding="utf-8") for name in files)
 
 
 def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
@@ -135,6 +152,7 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "SINKS": int(shape.has_sinks),
         "WARPGROUPS": variant.warpgroups,
         "STAGES": variant.stages,
+        "SLOTS": shape.slots,
         "PRODUCER_REGISTERS": producer,
         "CONSUMER_REGISTERS": consumer,
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
@@ -144,11 +162,13 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
     }
 
 
-def shared_bytes(head_dim: int, variant: Variant) -> int:
-    """Dynamic shared memory of a block: what aligns it, buffers, barriers, scratch words, tiles, a factor."""
-    queries = 2 * variant.warpgroups * 64 * head_dim * 2
-    keys_and_values = 2 * variant.stages * BLOCK_N * head_dim * 2
-    return 1024 + queries + keys_and_values + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28 + 4
+def shared_bytes(shape: Shape, variant: Variant) -> int:
+    """Dynamic shared memory of a block: what aligns it, buffers, codes with their scales and barriers,
+    barriers, scratch words, tiles, a factor."""
+    queries = 2 * variant.warpgroups * 64 * shape.head_dim * 2
+    keys_and_values = 2 * variant.stages * BLOCK_N * shape.head_dim * 2
+    codes = shape.slots * (UNIT * (shape.head_dim + 2) + 2 * 8)
+    return 1024 + queries + keys_and_values + codes + 2 * (2 + 2 * variant.stages) * 8 + 128 * 4 + 2 * 28 + 4
 
 
 def count_tiles(num_tokens: int, num_sequences: int, group: int, variant: Variant) -> int:
@@ -168,9 +188,7 @@ def choose_variant(
 def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
     """Raises CompileError or DriverError."""
     cubin = compile_cubin(source(), name="prefill", defines=macros(shape, variant), arch=architecture(device))
-    return load_function(
-        cubin, "attend_chunks", shared_bytes=shared_bytes(shape.head_dim, variant), device=device
-    )
+    return load_function(cubin, "attend_chunks", shared_bytes=shared_bytes(shape, variant), device=device)
 
 
 @functools.cache
@@ -210,8 +228,8 @@ def _page_map(encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int
 def make_params(
     output: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -225,7 +243,6 @@ def make_params(
     """The kernel's argument. sinks: FP32. counter: int32, 0. encode: makes a tensor map."""
     group = q.shape[1] // k_cache.shape[1]
     queries = variant.warpgroups * 64 // group
-    k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
     params = Params(
         output=output.data_ptr(),
         page_table=page_table.data_ptr(),
@@ -238,13 +255,16 @@ def make_params(
         num_sequences=len(context_lens),
         window=window or 0,
     )
-    maps = (
-        _query_map(encode, q.data_ptr(), q.dtype, q.shape, group, queries)
-        + _page_map(encode, k_address, k_cache.dtype, k_cache.shape)
-        + _page_map(encode, v_address, v_cache.dtype, v_cache.shape)
-    )
+    maps = _query_map(encode, q.data_ptr(), q.dtype, q.shape, group, queries)
+    (k_values, k_scales), (v_values, v_scales) = cache_tensors(k_cache), cache_tensors(v_cache)
+    if k_scales is not None and v_scales is not None:
+        params.k_codes, params.v_codes = k_values.data_ptr(), v_values.data_ptr()
+        params.k_scales, params.v_scales = k_scales.data_ptr(), v_scales.data_ptr()
+    else:
+        for values in (k_values, v_values):
+            maps += _page_map(encode, values.data_ptr(), values.dtype, values.shape)
     # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
+    ctypes.memmove(ctypes.addressof(params), maps, len(maps))
     return params
 
 
@@ -256,8 +276,8 @@ def _counter(device: torch.device, stream: int) -> Tensor:
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     page_table: Tensor,
     query_starts: Tensor,
     context_lens: Tensor,
@@ -290,6 +310,7 @@ def attend(
         page_table.dtype,
         query_starts.dtype,
         context_lens.dtype,
+        isinstance(k_cache, Fp8Cache),
     )
     function = _compiled(shape, variant, q.device)
     if function is None:
