@@ -127,3 +127,5 @@ inline void store_two_floats(float* place, float a, float b) {
   emulated::check((uintptr_t)place % 8 == 0, "an unaligned store");
   place[0] = a, place[1] = b;
 }
+inline float first_of(u32 both) { return emulated::widen((u16)both); }
+inline float second_of(u32 both) { return emulated::widen((u16)(both >> 16)); }

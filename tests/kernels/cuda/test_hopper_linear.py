@@ -1,4 +1,4 @@
-"""The Hopper kernel of gate and up without a GPU: emulated, and as the compiler leaves it."""
+"""The Hopper kernel for products of prompts without a GPU: emulated, and as the compiler leaves it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import (
     CONSUMER_REGISTERS,
+    GATED,
     MIN_ROWS,
     PRODUCER_REGISTERS,
-    SHARED_BYTES,
-    compile_gated,
+    TILE_COLUMNS,
+    Variant,
+    choose_variant,
+    compile_product,
+    estimate_cycles,
     multiply_gated,
+    multiply_plain,
     obstacle,
+    split_tiles,
+    take_product,
 )
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 from tiny_vllm.models import mlp
@@ -67,10 +74,10 @@ def check(
     x.copy_(torch.randn(num_rows, terms))
     weight.copy_(2 * torch.randn(2 * columns, terms) * terms**-0.5)
     expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
-    assert obstacle(x, weight) is None
+    assert obstacle(x, weight, gated=True) is None
     for seed in seeds:
         # Fewer blocks than tiles, another number each time.
-        actual = multiply_emulated(x, weight, clusters=1 + seed, seed=seed, mistake=mistake)
+        actual = multiply_emulated(x, weight, GATED, clusters=1 + seed, seed=seed, mistake=mistake)
         torch.testing.assert_close(actual.float(), expected, rtol=TOLERANCES[dtype], atol=1e-5)
 
 
@@ -78,6 +85,58 @@ def check(
 @pytest.mark.parametrize("run", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS)])
 def test_the_emulated_kernel_gates_each_row(run: str) -> None:
     check(*(RUNS | SLOW_RUNS)[run])
+
+
+# Type, M, N, K, variant, whether y is the residual.
+PlainRun = tuple[torch.dtype, int, int, int, Variant, bool]
+WIDE, NARROW = Variant(), Variant(tile_columns=128)
+ADDING, ADDING_NARROW = Variant(adds=True), Variant(adds=True, tile_columns=128)
+PLAIN_RUNS: dict[str, PlainRun] = {
+    # Two rows of two tiles, the last of 8 columns.
+    "in_place": (torch.bfloat16, 257, 264, 128, ADDING, True),
+    "beside_the_residual": (torch.float16, 70, 136, 448, ADDING_NARROW, False),
+    "no_residual": (torch.bfloat16, 130, 72, 192, WIDE, False),
+}
+SLOW_PLAIN_RUNS: dict[str, PlainRun] = {
+    # Three tiles: with two clusters, one is left, and halved.
+    "a_split_tail": (torch.bfloat16, 700, 256, 128, ADDING, True),
+    "a_narrow_split_tail": (torch.bfloat16, 700, 128, 448, ADDING_NARROW, True),
+    # Five tiles: with three clusters, two are left, and whole.
+    "a_whole_tail": (torch.bfloat16, 200, 600, 64, NARROW, False),
+    "one_row": (torch.float16, 1, 256, 64, ADDING, False),
+    "few_columns": (torch.float16, 130, 8, 128, ADDING, True),
+    "three_rounds": (torch.bfloat16, 300, 600, 320, WIDE, False),
+    "many_stages": (torch.bfloat16, 500, 384, 832, ADDING, True),
+    "many_narrow_stages": (torch.float16, 300, 384, 832, NARROW, False),
+}
+
+
+def check_plain(run: PlainRun, *, seeds: range = range(2), mistake: tuple[str, str] | None = None) -> None:
+    dtype, rows, width, terms, variant, in_place = run
+    # Rows lie apart, with what must not be read between them.
+    x = torch.full((rows, terms + 8), torch.nan, dtype=dtype)[:, :terms]
+    weight = torch.full((width, terms + 16), torch.nan, dtype=dtype)[:, :terms]
+    residual = torch.full((rows, width + 24), torch.nan, dtype=dtype)[:, :width] if variant.adds else None
+    x.copy_(torch.randn(rows, terms))
+    weight.copy_(2 * torch.randn(width, terms) * terms**-0.5)
+    expected = x.double() @ weight.double().T
+    if residual is not None:
+        expected += residual.copy_(8 * torch.randn(rows, width)).double()
+    assert obstacle(x, weight, residual) is None
+    for seed in seeds:
+        actual = multiply_emulated(
+            x, weight, variant, residual, in_place=in_place, clusters=1 + seed, seed=seed, mistake=mistake
+        )
+        # Sums of some 30 at most, of up to 832 terms.
+        torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "run", [*PLAIN_RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLAIN_RUNS)]
+)
+def test_the_emulated_kernel_multiplies_and_adds_the_residual(run: str) -> None:
+    check_plain((PLAIN_RUNS | SLOW_PLAIN_RUNS)[run])
 
 
 def one_by_one(gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +153,7 @@ def test_gates_of_every_size() -> None:
     ups = torch.tensor([1.0, -1, 1e-20, 1e3, -3e8, 0, 7, 8])
     x, weight = one_by_one(gates, ups)
     expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
-    actual = multiply_emulated(x, weight).float()
+    actual = multiply_emulated(x, weight, GATED).float()
     error = (actual - expected).abs()
     assert (error <= 2**-8 * expected.abs() + 6e-18 * ups.bfloat16().float().abs()).all()
 
@@ -104,7 +163,7 @@ def test_what_is_no_number_stays_so_in_its_row_alone() -> None:
     gates, ups = torch.tensor([1.0, torch.nan, 2]), torch.arange(8.0)
     x, weight = one_by_one(gates, ups)
     expected = silu_and_mul_ref(x @ weight.T).isnan()
-    actual = multiply_emulated(x, weight).isnan()
+    actual = multiply_emulated(x, weight, GATED).isnan()
     assert torch.equal(actual, expected) and expected.sum() == len(ups)
 
 

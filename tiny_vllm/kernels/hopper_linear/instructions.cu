@@ -84,3 +84,21 @@ DEV void multiply_shared<256>(float (&d)[128], u64 a, u64 b, int accumulate) {
 DEV void store_two_floats(float* place, float a, float b) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(a), "f"(b) : "memory");
 }
+
+// The values of a pair that `pack` has made.
+DEV float first_of(u32 both) {
+#if HALF
+  float value;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(value) : "r"(both));
+  return value;
+#else
+  return float_of(both << 16);
+#endif
+}
+DEV float second_of(u32 both) {
+#if HALF
+  return first_of(both >> 16);
+#else
+  return float_of(both & 0xffff0000u);
+#endif
+}
