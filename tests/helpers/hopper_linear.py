@@ -47,9 +47,9 @@ def multiply_emulated(
     seed: int = 0,
     mistake: tuple[str, str] | None = None,
 ) -> Tensor:
-    """As `multiply_gated` and `multiply_plain`, on the CPU; in place the result is written to the residual, too.
-    clusters: at most. x, and a residual that is not written over, are views of what is NaN until the preceding
-    kernel is complete. mistake: a text of prompt_product.cu and what to put in its place.
+    """As `multiply_gated` and `multiply_plain`, on the CPU; in_place: over a copy of the residual. clusters: at
+    most. x, and a residual that is not written over, are views of what is NaN until the preceding kernel is
+    complete. mistake: a text of prompt_product.cu and what to put in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
     library = emulated_library(x.dtype, variant, mistake)

@@ -17,25 +17,25 @@ from tiny_vllm.kernels.cuda.driver import CudaFunction, load_function
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.hopper_linear.decode_launch import WRITTEN_WIDTHS, product_instruction
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, count_multiprocessors, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
 ROWS, TERMS = 128, 64  # of a block's tile, and of K at a time
-PASS = 128  # columns of y that are stored at a time
 THREADS = 3 * 128
-# Where gate and up with SiLU pay: 512 rows of Llama-3.2-1B's shape took 49 us, cuBLAS and the activation kernel
-# 54, those of Llama-3.1-8B's as long as they. Fewer were not measured.
+# Where gate and up with SiLU pay: 512 rows of Llama-3.2-1B's shape took 49 us, cuBLAS and the activation
+# kernel 54, those of Llama-3.1-8B's as long as they. Fewer were not measured.
 MIN_ROWS = 512
 # Rows for which the engine takes plain products from here, too, and not from cuBLAS. What was not measured is
 # not taken: none.
 PLAIN_ROWS = range(0)
 CLUSTER = 2  # blocks that share what they copy of W
 GROUP = 8  # rows of a cluster's tiles that are gone through together
-STAGES_BYTES = 192 * 1024  # of shared memory
+SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 # Registers per thread of the copying warpgroup and of the two that compute.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-# Of tiles: rows of W. 256 read the least of shared memory, 128 leave fewer multiprocessors idle.
-TILE_COLUMNS = (256, 128)
+# Of tiles: rows of W. The most read the least of shared memory, fewer may leave fewer multiprocessors idle.
+TILE_COLUMNS = (256, 192, 128)
 # For `estimate_cycles`: per cycle, multiplications of a multiprocessor's tensor cores and bytes of its shared
 # memory, the hardware's; and a guess at what a tile takes beside its steps.
 PRODUCTS_PER_CYCLE, SHARED_BYTES_PER_CYCLE, TILE_CYCLES = 2048, 128, 1500
@@ -43,8 +43,8 @@ PRODUCTS_PER_CYCLE, SHARED_BYTES_PER_CYCLE, TILE_CYCLES = 2048, 128, 1500
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the kernel is compiled for. gated: gate and up with SiLU. adds: a residual. tile_columns: rows of W of
-    a tile, half of them of gate where that is part of it."""
+    """What the kernel is compiled for. gated: gate and up with SiLU. adds: a residual. tile_columns: rows of W
+    of a tile, gated half of them of gate."""
 
     gated: bool = False
     adds: bool = False
@@ -64,13 +64,18 @@ class Variant:
         return (ROWS + self.tile_columns) * TERMS * 2
 
     @property
+    def fixed_bytes(self) -> int:
+        """Of a block: what aligns its memory, and columns of y that are stored at a time."""
+        return 1024 + ROWS * (64 if self.columns % 128 else 128) * 2
+
+    @property
     def stages(self) -> int:
-        return STAGES_BYTES // self.stage_bytes
+        """As many as there is room for, with two barriers each."""
+        return (SHARED_LIMIT - self.fixed_bytes) // (self.stage_bytes + 2 * 8)
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block: what aligns it, stages, a pass of y, barriers."""
-        return 1024 + self.stages * (self.stage_bytes + 2 * 8) + ROWS * PASS * 2
+        return self.fixed_bytes + self.stages * (self.stage_bytes + 2 * 8)
 
     def count_tiles(self, rows: int, width: int) -> tuple[int, int]:
         """Of clusters, for y [rows, width]: below and beside one another."""
@@ -113,8 +118,8 @@ def obstacle(x: Tensor, weight: Tensor, residual: Tensor | None = None, *, gated
 
 
 def split_tiles(tiles: int, max_clusters: int) -> tuple[int, int]:
-    """How many of so many tiles are whole, and how many are halved: a last round that is at most half full has
-    tiles of half the rows."""
+    """How many of so many tiles are whole, and how many are halved: a last round that is at most half full
+    has tiles of half the rows."""
     left = tiles % max_clusters
     halved = left if 2 * left <= max_clusters else 0
     return tiles - halved, halved
@@ -145,12 +150,14 @@ def choose_variant(rows: int, width: int, terms: int, adds: bool, max_clusters: 
     return min(variants, key=lambda variant: estimate_cycles(variant, rows, width, terms, max_clusters))
 
 
-def source() -> str:
+def source(variant: Variant) -> str:
     here = Path(__file__).parent
     folders = Path(hopper_prefill.__file__).parent, Path(hopper_decode.__file__).parent, here
-    names = "silu.cu", "prompt_product.cu"
-    files = *(folder / "instructions.cu" for folder in folders), *(here / name for name in names)
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+    texts = [(folder / "instructions.cu").read_text(encoding="utf-8") for folder in folders]
+    if variant.tile_columns not in WRITTEN_WIDTHS:
+        texts.append(product_instruction(variant.tile_columns))
+    texts += ((here / name).read_text(encoding="utf-8") for name in ("silu.cu", "prompt_product.cu"))
+    return "".join(texts)
 
 
 def macros(dtype: torch.dtype, variant: Variant) -> dict[str, int | str]:
@@ -171,7 +178,8 @@ def macros(dtype: torch.dtype, variant: Variant) -> dict[str, int | str]:
 
 def compile_product(dtype: torch.dtype, variant: Variant) -> bytes:
     """The binary for Hopper. Raises CompileError."""
-    return compile_cubin(source(), name="prompt_product", defines=macros(dtype, variant), arch="sm_90a")
+    defines = macros(dtype, variant)
+    return compile_cubin(source(variant), name="prompt_product", defines=defines, arch="sm_90a")
 
 
 @functools.cache
@@ -214,8 +222,8 @@ def make_params(
     max_clusters: int,
     encode: Encode = encode_tensor_map,
 ) -> tuple[Params, int]:
-    """The kernel's argument, and how many clusters to launch. residual: given if the variant adds one. encode:
-    makes a tensor map."""
+    """The kernel's argument, and how many clusters to launch. residual: given if the variant adds one.
+    encode: makes a tensor map."""
     row_tiles, column_tiles = variant.count_tiles(*y.shape)
     whole, halved = split_tiles(row_tiles * column_tiles, max_clusters)
     params = Params(
@@ -269,8 +277,8 @@ def multiply_plain(
     pdl: bool = False,
     variant: Variant | None = None,
 ) -> Tensor | None:
-    """x [M, K], weight [N, K] -> x W^T, or residual [M, N] + x W^T, in place written over residual; None where
-    the kernel cannot be compiled.
+    """x [M, K], weight [N, K] -> x W^T, or residual [M, N] + x W^T, in_place: written over residual; None
+    where the kernel cannot be compiled.
 
     As `multiply_gated` otherwise. variant: for measurements."""
     rows, width = x.shape[0], weight.shape[0]
@@ -288,8 +296,8 @@ def multiply_plain(
 def take_product(
     x: Tensor, weight: Tensor, residual: Tensor | None = None, pdl: bool = False
 ) -> Tensor | None:
-    """x [M, K], weight [N, K] -> x W^T, or residual [M, N] + x W^T, written over residual; None where the engine
-    takes another way."""
+    """x [M, K], weight [N, K] -> x W^T, or residual [M, N] + x W^T, written over residual; None where the
+    engine takes another way."""
     if len(x) not in PLAIN_ROWS or not is_hopper(x.device) or obstacle(x, weight, residual) is not None:
         return None
     return multiply_plain(x, weight, residual, in_place=residual is not None, pdl=pdl)

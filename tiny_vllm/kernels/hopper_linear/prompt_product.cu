@@ -34,7 +34,7 @@
 constexpr int ROWS = 128, TERMS = 64;
 constexpr int COLUMNS = GATED ? TILE_COLUMNS / 2 : TILE_COLUMNS;  // of y
 constexpr int SHARE = TILE_COLUMNS / CLUSTER;                     // rows of W that a block copies
-constexpr int PASS = 128;                                         // columns of y that are stored at a time
+constexpr int PASS = COLUMNS % 128 == 0 ? 128 : 64;               // columns of y that are stored at a time
 constexpr int WARPGROUPS = 2, THREADS = (WARPGROUPS + 1) * 128;
 constexpr u32 X_BYTES = ROWS * TERMS * 2, SHARE_BYTES = SHARE * TERMS * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + CLUSTER * SHARE_BYTES;
@@ -106,7 +106,7 @@ DEV void copy_weight(const Params& p, const Shared& shared, const Tile& tile, in
   copy_box_to_all(shared.weight(stage) + rank * SHARE_BYTES, p.weight, k * TERMS, row, full);
 }
 
-// 128 columns of the residual's rows.
+// A pass of the residual's rows.
 DEV void copy_residual(const Params& p, const Shared& shared, const Tile& tile, int pass, int stage) {
   const u32 full = shared.full(stage);
   arrive_expecting(full, RESIDUAL_BYTES);
