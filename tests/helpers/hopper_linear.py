@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.emulator import load_emulator
-from tests.helpers.hopper_decode import Written
+from tests.helpers.emulator import Written, load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import Params, Variant, make_params
@@ -47,9 +46,9 @@ def multiply_emulated(
     seed: int = 0,
     mistake: tuple[str, str] | None = None,
 ) -> Tensor:
-    """As `multiply_gated` and `multiply_plain`, on the CPU; in_place: over a copy of the residual. clusters: at
-    most. x, and a residual that is not written over, are views of what is NaN until the preceding kernel is
-    complete. mistake: a text of prompt_product.cu and what to put in its place.
+    """As `multiply_gated` and `multiply_plain`, on the CPU; in_place: over a copy of the residual. clusters:
+    at most. x, and a residual that is not written over, are views of what is NaN until the preceding kernel
+    is complete. mistake: a text of prompt_product.cu and what to put in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
     library = emulated_library(x.dtype, variant, mistake)
