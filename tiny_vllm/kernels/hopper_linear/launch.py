@@ -43,8 +43,8 @@ PRODUCTS_PER_CYCLE, SHARED_BYTES_PER_CYCLE, TILE_CYCLES = 2048, 128, 1500
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the kernel is compiled for. gated: gate and up with SiLU. adds: a residual. tile_columns: rows of W
-    of a tile, gated half of them of gate."""
+    """What the kernel is compiled for. gated: gate and up with SiLU. adds: a residual. tile_columns: rows of
+    W of a tile, gated half of them of gate."""
 
     gated: bool = False
     adds: bool = False
