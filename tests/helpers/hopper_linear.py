@@ -29,8 +29,11 @@ def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, s
     if mistake is not None:
         assert product.count(mistake[0]) == 1, f"not once in prompt_product.cu: {mistake[0]}"
         product = product.replace(*mistake)
-    entry = (HERE / "hopper_cluster_entry.h").read_text(encoding="utf-8")
-    text = f'#include "hopper_cluster_emulator.h"\n{silu}\n{product}\n{entry}'
+    decode, entry = (
+        (HERE / name).read_text(encoding="utf-8")
+        for name in ("hopper_decode_emulator.h", "hopper_cluster_entry.h")
+    )
+    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
     # Small groups, so that few rows of tiles are several.
     return load_emulator(text, launch.macros(dtype, variant) | {"GROUP": 2}, Params, optimise="-O2")
 

@@ -178,8 +178,8 @@ MISTAKES = {
 }
 SLOW_MISTAKES = {
     "a_stage_is_reused_early": (
-        "wait(shared.empty(place.stage), place.parity ^ 1);\n      if (lane > 0)",
-        "if (lane > 0)",
+        "wait(shared.empty(place.stage), place.parity ^ 1);\n      if (round > 0",
+        "if (round > 0",
     ),
     "the_other_block_is_not_waited_for": (
         "if (lane < CLUSTER) arrive_at(shared.empty(stage), lane);",
@@ -216,8 +216,8 @@ SLOW_ADDING_MISTAKES = {
         "#pragma unroll",
     ),
     "the_residual_replaces_terms": (
-        "wait(shared.empty(place.stage), place.parity ^ 1);\n      if (lane == 0)",
-        "if (lane == 0)",
+        "wait(shared.empty(place.stage), place.parity ^ 1);\n      copy_residual",
+        "copy_residual",
     ),
     "the_residual_stays": (
         "        release(place.stage);\n        place.advance();",

@@ -3,14 +3,14 @@
 // 16-bit type. Sums are FP32, and y is rounded once.
 //
 // A block computes tiles of y of 128 rows, one after the other, each with TILE_COLUMNS rows of W (gated: half
-// of them of gate, half of up). One warp copies (TMA): rows of x and of W, 64 terms at a time, into a ring of
-// STAGES. Two warpgroups compute, 64 rows each. Rows of gate and of up lie one behind the other in shared
+// of them of gate, half of up). One thread copies (TMA): rows of x and of W, 64 terms at a time, into a ring
+// of STAGES. Two warpgroups compute, 64 rows each. Rows of gate and of up lie one behind the other in shared
 // memory: they are the columns of one product, and a thread gets column n of gate in [i] and column n of up
 // in [64 + i] (attention.cu has the layout).
 //
-// The copying warp runs ahead into the next tile while results are computed and stored. The warpgroups may be
-// some stages apart: then one multiplies while the other stores, or computes exponents. Forcing that gained
-// nothing.
+// The copying thread runs ahead into the next tile while results are computed and stored. The warpgroups may
+// be some stages apart: then one multiplies while the other stores, or computes exponents. Forcing that
+// gained nothing.
 //
 // A tile's residual comes through the ring, behind its terms: it is there when the last product is.
 //
@@ -115,26 +115,25 @@ DEV void copy_residual(const Params& p, const Shared& shared, const Tile& tile, 
     copy_box(shared.residual(stage, span), p.residual, tile.column + pass * PASS + span * 64, tile.row, full);
 }
 
-DEV void produce(const Params& p, const Shared& shared, int lane) {
+// By one thread: others could miss a phase that they wait for.
+DEV void produce(const Params& p, const Shared& shared) {
   const int early = min(p.steps, STAGES);
   Tile tile;
   Place place;
   for (int round = 0; find_tile(p, round, tile); ++round) {
     if (round == 0) {
-      if (lane == 0)
 #pragma unroll 1
-        for (int k = 0; k < early; ++k) copy_weight(p, shared, tile, k, k);
+      for (int k = 0; k < early; ++k) copy_weight(p, shared, tile, k, k);
       wait_for_predecessor();
     }
     for (int k = 0; k < p.steps; ++k, place.advance()) {
       wait(shared.empty(place.stage), place.parity ^ 1);
-      if (lane > 0) continue;
       if (round > 0 || k >= early) copy_weight(p, shared, tile, k, place.stage);
       copy_box(shared.x(place.stage), p.x, k * TERMS, tile.row, shared.full(place.stage));
     }
     for (int pass = 0; ADDS && pass < COLUMNS / PASS; ++pass, place.advance()) {
       wait(shared.empty(place.stage), place.parity ^ 1);
-      if (lane == 0) copy_residual(p, shared, tile, pass, place.stage);
+      copy_residual(p, shared, tile, pass, place.stage);
     }
   }
 }
@@ -281,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_BLOCKS
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {
     release_registers<PRODUCER_REGISTERS>();
-    if (thread < 32) produce(p, shared, thread);
+    if (thread == 0) produce(p, shared);
+    warp_sync();
   } else {
     claim_registers<CONSUMER_REGISTERS>();
     Consumer(p, shared, warpgroup - 1, thread % 128).consume();
