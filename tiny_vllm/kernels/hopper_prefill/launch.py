@@ -273,7 +273,7 @@ def attend(
     compiled.
 
     All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements. pdl: see
-    `triton_support`; with sinks they must be FP32."""
+    `triton_support`."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
