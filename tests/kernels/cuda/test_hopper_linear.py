@@ -223,7 +223,6 @@ SLOW_ADDING_MISTAKES = {
         "        release(place.stage);\n        place.advance();",
         "        place.advance();",
     ),
-    "the_residual_is_not_skipped": ("p.steps + (ADDS ? COLUMNS / PASS : 0)", "p.steps"),
     "the_second_pass_overwrites_the_first": (
         "      if (thread == 0) stores_wait();\n      named_sync",
         "      named_sync",
