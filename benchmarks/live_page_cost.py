@@ -1,6 +1,6 @@
 """What the live page costs the engine: time in reports as a share of time in steps, watched and not.
 
-python benchmarks/live_page_cost.py [--num-pages N]
+python -m benchmarks.live_page_cost [--num-pages N] [--json FILE]
 
 The real loop and engine with the bundled model run 16 sequences; messages are encoded as for the API process,
 and discarded. Processor time of the engine's thread.
@@ -9,7 +9,12 @@ and discarded. Processor time of the engine's thread.
 from __future__ import annotations
 
 import argparse
+import json
+import platform
+import shlex
+import sys
 import time
+from pathlib import Path
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving.engine_loop import EngineLoop
@@ -55,11 +60,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-pages", type=int)
     parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     options = {} if args.num_pages is None else {"num_pages": args.num_pages}
     engine, config = build_engine(EngineConfig(**options), lambda done, total: None)
     warm_up(engine, config)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True, seed=1)
+    rows = []
     for is_watched in (False, True, False, True):
         now = time.monotonic()
         name = f"{is_watched}{now}"
@@ -67,12 +74,21 @@ def main() -> None:
         channel = Discard([Watch(is_watched), Add(0, requests)])
         loop = TimedLoop(engine, channel)
         loop.run()
-        share = loop.report_seconds / channel.step_seconds
-        print(
-            f"{'watched' if is_watched else 'not watched':12} {config.num_pages} pages: "
-            f"{channel.num_reports} reports of {channel.num_bytes / channel.num_reports:.0f} bytes, "
-            f"{1e3 * loop.report_seconds:.1f} ms beside {channel.step_seconds:.2f} s of steps: {share:.3%}"
-        )
+        row = {
+            "watched": is_watched,
+            "pages": config.num_pages,
+            "reports": channel.num_reports,
+            "bytes_per_report": round(channel.num_bytes / channel.num_reports),
+            "report_ms": round(1e3 * loop.report_seconds, 2),
+            "step_seconds": round(channel.step_seconds, 3),
+            "share": round(loop.report_seconds / channel.step_seconds, 6),
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.json is not None:
+        command = shlex.join(["python", "-m", "benchmarks.live_page_cost", *sys.argv[1:]])
+        content = {"command": command, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version()}
+        args.json.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Scale:
 
 
 CPU = Scale("cpu", num_slots=64, head_dim=16, num_pages=250, num_requests=330, num_waves=3)
+# As many slots as a server has on a GPU, with a tenth of a GPU's work for each.
+WIDE = Scale("cpu", num_slots=256, head_dim=16, num_pages=1000, num_requests=600, num_waves=1)
 GPU = Scale("cuda", num_slots=256, head_dim=64, num_pages=1250, num_requests=1200, num_waves=2)
 
 

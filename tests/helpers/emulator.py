@@ -15,6 +15,12 @@ KEPT_APART = "-fno-gnu-unique"
 UNCHECKED = "-U_FORTIFY_SOURCE"
 
 
+class Written(ctypes.Structure):
+    """`emulated::Written`: bytes of `source` that the preceding kernel writes to `target`."""
+
+    _fields_ = (("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
 def compile_library(
     text: str, macros: Mapping[str, int | str] | None = None, *, optimise: str = "-O1"
 ) -> ctypes.CDLL:

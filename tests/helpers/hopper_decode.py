@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.helpers.emulator import load_emulator
+from tests.helpers.emulator import Written, load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.hopper_decode import launch
@@ -26,12 +26,6 @@ from tiny_vllm.kernels.hopper_decode.launch import (
 )
 
 HERE = Path(__file__).parent
-
-
-class Written(ctypes.Structure):
-    """`emulated::Written`."""
-
-    _fields_ = (("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
 
 
 @functools.cache

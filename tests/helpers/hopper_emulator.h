@@ -7,6 +7,8 @@
 // fence or wait thus ends in a deadlock, in a failed check or in wrong numbers. Shared memory starts as
 // NaN, and so does what is being copied to.
 //
+// What the preceding kernel writes is NaN until a thread of the block has waited for it.
+//
 // Layouts are the documented ones: rows of 128 bytes whose 16-byte pieces are permuted by address bits 7
 // to 9, for copies and operands alike.
 
@@ -91,6 +93,11 @@ struct Copy {
   u32 bytes = 0;
 };
 
+struct Written {
+  u8* target;
+  const u8* source;
+  u64 bytes;
+};
 inline ucontext_t scheduler;
 inline std::vector<std::unique_ptr<Thread>> threads;
 inline std::vector<Warp> warps;
@@ -103,6 +110,10 @@ inline Thread* self;
 inline int block, blocks;
 inline std::string failure;
 inline void (*body)();
+inline const Written* written;
+inline int num_written;
+inline bool predecessor_is_complete;
+inline int predecessor_rounds;
 
 inline void until(std::function<bool()> condition) {
   if (condition()) return;
@@ -190,7 +201,7 @@ inline void perform(const Copy& copy) {
   i64 bytes = 0;
   for_each_row(copy, [&](u32 target, const u16* source) {
     for (u32 c = 0; c < 64; ++c) {
-      const u16 value = source ? source[c] : 0;
+      const u16 value = source && copy.at[0] + (i64)c < (i64)copy.map.words[2] ? source[c] : 0;
       memcpy(at(permuted(target + c * 2), 2), &value, 2);
     }
     bytes += 128;
@@ -265,6 +276,12 @@ inline void run_group(int warp) {
         d = sum;
       }
   }
+}
+
+inline void forget_predecessor() {
+  predecessor_is_complete = false;
+  predecessor_rounds = (int)(dice() % 400);
+  for (int i = 0; i < num_written; ++i) memset(written[i].target, 0xff, written[i].bytes);
 }
 
 inline void enter() {
@@ -390,6 +407,21 @@ inline void named_sync(u32 barrier, u32 count) {
   const int generation = own.generation;
   arrive_named(barrier, count);
   emulated::until([&own, generation] { return own.generation != generation; });
+}
+
+inline void launch_dependents() {}
+inline void wait_for_predecessor() {
+  // It lasts a while: others may go on.
+  for (int round = 0; round < emulated::predecessor_rounds; ++round) {
+    int asked = 0;
+    emulated::until([&asked] { return ++asked > 1; });
+  }
+  if (emulated::predecessor_is_complete) return;
+  emulated::predecessor_is_complete = true;
+  for (int i = 0; i < emulated::num_written; ++i) {
+    const emulated::Written& part = emulated::written[i];
+    memcpy(part.target, part.source, part.bytes);
+  }
 }
 
 inline void copy_box(u32 target, const TensorMap& map, int x, int y, u32 barrier) {

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.helpers.emulator import load_emulator
-from tests.helpers.hopper_decode import Written
+from tests.helpers.emulator import Written, load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import Params, Variant, make_params
