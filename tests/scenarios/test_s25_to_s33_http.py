@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_models import BOS, BOS_ID
-from tests.scenarios.conftest import Served, sent
-from tests.serving.support import wait_until
+from tests.scenarios.conftest import Served
+from tests.serving.support import sent, wait_until
 from tiny_vllm import LLM, RequestError, SamplingParams
 
 USER = {"role": "user", "content": "hi"}

@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.engines import FakeEngine
 from tests.helpers.oracle import greedy_tokens
-from tests.scenarios.conftest import Served, Tiny, sent
+from tests.scenarios.conftest import Served, Tiny
+from tests.serving.support import sent
 from tiny_vllm import LLM, SamplingParams
 
 

@@ -1,9 +1,10 @@
 """An engine process without a model: it says each prompt's tokens over and over, so a test writes the answer
-into the prompt. Everything around it is the real thing: process, messages, loop.
+into the prompt. Everything around it is the real thing: process, messages, loop. Only the warm-up is left
+out, which imports torch: that takes eight times as long as all else that this process does to start.
 
 Token i of choice c is prompt[(i + c) % length]. A pooled hidden state repeats the prompt's ids, or the
-last one alone. STUB_STEP_SECONDS makes steps slow. A prompt that begins with two of the ids EXIT, FAIL, HANG or
-BAD_LOGITS does what it says.
+last one alone. STUB_STEP_SECONDS makes steps slow. A prompt that begins with two of the ids EXIT, FAIL, HANG
+or BAD_LOGITS does what it says.
 
 STUB_HOLD names a file. While that is there, neither loading nor a step of HANG comes to its end, and no
 choice ends by its length: a test can look at what goes on for as long as it needs.
@@ -23,7 +24,7 @@ from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.engine.sequence import SequenceState
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, PromptTooLong
-from tiny_vllm.serving.engine_process import main
+from tiny_vllm.serving import engine_process
 from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 
 EOS = 2
@@ -203,4 +204,6 @@ def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], build))
+    assert "torch" not in sys.modules
+    engine_process.warm_up = lambda engine, config: None
+    sys.exit(engine_process.main(sys.argv[1:], build))

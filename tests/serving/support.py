@@ -7,6 +7,7 @@ import functools
 import http.client
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -160,6 +161,17 @@ class RunningServer:
 @functools.cache
 def _model(name: str | None, generation_config: GenerationConfig) -> ServedModel:
     return open_model(ServerConfig(), EngineConfig(model=name, generation_config=generation_config))
+
+
+@contextmanager
+def sent(server: RunningServer, body: Any, headers: str = "") -> Iterator[socket.socket]:
+    """A completion on a raw socket that is closed, without a good-bye, at the end."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
+    head += f"content-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
+        connection.sendall(head.encode() + data)
+        yield connection
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.serving.stub_engine import EXIT, FAIL, HANG
-from tests.serving.support import Hold, RunningServer, assert_once_below, running_server, wait_until
+from tests.serving.support import Hold, RunningServer, assert_once_below, running_server, sent, wait_until
 
 LONG = {"prompt": [28, 29, 30], "max_tokens": 400, "ignore_eos": True}
 
@@ -35,23 +35,12 @@ def server(hold: Hold) -> Iterator[RunningServer]:
         yield server
 
 
-@contextmanager
-def sent(server: RunningServer, body: Any, headers: str = "") -> Iterator[socket.socket]:
-    """A completion on a raw socket that is closed, without a good-bye, at the end."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
-    head += f"content-length: {len(data)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
-        connection.sendall(head.encode() + data)
-        yield connection
-
-
 def stats(server: RunningServer) -> Any:
     return server.service.engine.stats
 
 
 def num_steps_after(server: RunningServer, leave: Callable[[], None]) -> int:
-    """How many steps the engine makes from the moment a client leaves until nothing is left of its request."""
+    """How many steps the engine makes from a client's leaving until nothing is left of its request."""
     start = stats(server).num_steps
     leave()
     wait_until(server.is_idle)
@@ -336,10 +325,9 @@ def stopping(server: RunningServer, hold: Hold) -> Iterator[Any]:
 
 
 def test_stopping_lets_running_requests_finish_and_takes_no_more(hold: Hold) -> None:
-    with running_server(hold.command(), drain_timeout=60.0) as server:
-        with stopping(server, hold) as running:
-            wait_until(lambda: server.service.door.is_shut)
-            assert not running.done()
+    with running_server(hold.command(), drain_timeout=60.0) as server, stopping(server, hold) as running:
+        wait_until(lambda: server.service.door.is_shut)
+        assert not running.done()
     assert running.result(60).events()[-1]["choices"][0]["finish_reason"] == "length"
     with pytest.raises(OSError):
         server.get("/health")
