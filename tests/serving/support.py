@@ -42,6 +42,15 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def has_ended(process_id: int) -> bool:
+    """Also if nobody has asked for its exit code yet."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 def assert_once_below(limit: float, measure: Callable[[], float], tries: int = 5) -> None:
     """One of a few measurements is below the limit: other programs on the machine only make them larger."""
     seen: list[float] = []
