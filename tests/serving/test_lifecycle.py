@@ -235,7 +235,7 @@ def test_while_loading_everything_is_503(hold: Hold) -> None:
         wait_until(lambda: server.get("/ready").status == 200)
 
 
-def test_health_answers_during_a_long_step_and_fails_when_it_is_too_long(
+def test_health_answers_at_once_during_a_long_step_and_fails_when_it_is_too_long(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(hold.command(), stall_timeout=600.0) as server, ThreadPoolExecutor(1) as pool:
