@@ -32,13 +32,24 @@ def schemas(server: RunningServer) -> Any:
     return server.get("/openapi.json").json()["components"]["schemas"]
 
 
-def test_generated_requests_are_answered_as_documented(server: RunningServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_examples", [15, pytest.param(40, marks=pytest.mark.slow)])
+def test_generated_requests_are_answered_as_documented(
+    server: RunningServer, tmp_path: Path, max_examples: int
+) -> None:
     """No 5xx, no hang, no undocumented answer; valid bodies are accepted, and others refused.
 
     /live never ends, so it is left out.
     """
     pytest.importorskip("schemathesis", reason="schemathesis, of the extra dev, is not installed")
-    options = ["--exclude-path", "/live", "--max-examples", "40", "--request-timeout", "120", "--no-color"]
+    options = [
+        "--exclude-path",
+        "/live",
+        "--max-examples",
+        str(max_examples),
+        "--request-timeout",
+        "120",
+        "--no-color",
+    ]
     options += ["--seed", "1"]  # the same cases in every run
     done = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *options],

@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
 from tests.serving.support import assert_once_below, has_ended, wait_until
+from tiny_vllm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,8 +166,20 @@ def test_an_engine_does_not_outlive_its_killed_server() -> None:
         (["--separate-keys"], "no API key"),
         (["--page-size", "3"], "--page-size is 3"),
         (["a", "--model", "b"], "given twice"),
-        (["--num-pages", "1000000000"], "lower num_pages"),
     ],
+)
+def test_wrong_options_are_one_message_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+# Noticed by the command, and by the engine's process.
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--page-size", "3"], "--page-size is 3"), (["--num-pages", "1000000000"], "lower num_pages")],
 )
 def test_wrong_options_end_with_one_message_and_code_2(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "tiny_vllm", "serve", "--port", "0", *arguments]
