@@ -23,9 +23,11 @@ try:
 except ModuleNotFoundError:  # a GPU machine that only runs the GPU tests
     pass
 else:
-    hypothesis.settings.register_profile("default", deadline=None)
+    # Nor may anything depend on how busy the machine is.
+    TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("default", **TIMELESS)
     # A merge must not depend on luck: CI always draws the same examples.
-    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("ci", **TIMELESS, derandomize=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
