@@ -191,7 +191,7 @@ def running_server(
     wait: bool = True,
     **options: Any,
 ) -> Iterator[RunningServer]:
-    """engine: engine options. wait: until the engine is ready. options: server options."""
+    """engine: engine options. wait: until the engine is ready and has said so. options: server options."""
     config = ServerConfig(port=0, **{"drain_timeout": 1.0, **options})
     engine_config = EngineConfig(**(engine or {}))
     model = _model(engine_config.model, engine_config.generation_config)
@@ -205,6 +205,7 @@ def running_server(
         if wait:
             wait_until(lambda: service.engine.state is not EngineState.LOADING, 180.0)
             assert service.engine.state is EngineState.READY, service.engine.failure
+            wait_until(lambda: service.engine.stats is not None)  # its first report comes after that
         yield RunningServer(service, port, server.stop, thread)
     finally:
         server.stop()
