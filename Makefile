@@ -32,12 +32,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/python -m tiny_vllm demo
 
+# Variable CI: always the same random examples.
 test: $(READY)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # pytest exits with 5 when no test carries the marker.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not multi_gpu' || \
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not multi_gpu' || \
 	  { code=$$?; [ $$code = 5 ] && echo 'no test is marked slow'; [ $$code = 5 ]; }
 
 check: $(READY)

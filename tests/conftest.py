@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,10 +23,19 @@ try:
 except ModuleNotFoundError:  # a GPU machine that only runs the GPU tests
     pass
 else:
-    hypothesis.settings.register_profile("default", deadline=None)
+    # Nor may anything depend on how busy the machine is.
+    TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("default", **TIMELESS)
     # A merge must not depend on luck: CI always draws the same examples.
-    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("ci", **TIMELESS, derandomize=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: looking for cycles in torch and all modules again and again
+    took a second each time that a test asked for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

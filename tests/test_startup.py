@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.startup import PARTS, Clock
 from tests.cli.test_bench_decode import CONFIG
+from tests.serving.support import assert_once_below
 from tiny_vllm.kernels.cpu_decode import has_numba
 
 ROOT = Path(__file__).parents[1]
@@ -38,16 +40,23 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_numba(), reason="only numba compiles anything on a CPU")
 def test_a_second_start_finds_what_the_first_has_compiled(tmp_path: Path) -> None:
-    code, report, output = run(tmp_path)
-    assert code == 0, output
-    cold, warm = report["rows"]
-    assert (cold["caches"], warm["caches"]) == ("cold", "warm")
-    assert cold["engine"] > 2 * warm["engine"]
-    for row in (cold, warm):
-        # The parts are one after another, and nothing else comes before the first token.
-        assert sum(row[name] for name in PARTS[:-1]) == pytest.approx(row["seconds_to_first_token"], rel=0.2)
-        assert row["seconds_to_first_token"] < row["seconds_to_second_token"]
-    assert report["engine"]["device"] == "cpu"
+
+    def share_between_the_parts() -> float:
+        """Infinite if the second start has not been quicker."""
+        code, report, output = run(tmp_path)
+        assert code == 0, output
+        assert report["engine"]["device"] == "cpu"
+        cold, warm = report["rows"]
+        assert (cold["caches"], warm["caches"]) == ("cold", "warm")
+        shares = []
+        for row in (cold, warm):
+            seconds = row["seconds_to_first_token"]
+            assert seconds < row["seconds_to_second_token"]
+            shares.append(abs(sum(row[name] for name in PARTS[:-1]) - seconds) / seconds)
+        return max(shares) if cold["engine"] > 2 * warm["engine"] else math.inf
+
+    # The parts are one after another, and nothing else comes before the first token.
+    assert_once_below(0.2, share_between_the_parts, tries=3)
 
 
 @pytest.mark.slow

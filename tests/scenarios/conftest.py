@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +61,6 @@ class Served(RunningServer):
         ).json()
         assert answer["choices"][0]["token_ids"] == self.tiny.greedy([5, 6, 7], 6)
         wait_until(self.is_idle)
-
-
-@contextmanager
-def sent(server: RunningServer, body: Any) -> Iterator[socket.socket]:
-    """A completion on a raw socket, which is closed at the end without a good-bye."""
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        yield connection
 
 
 def save_bos_tokenizer(directory: Path) -> None:

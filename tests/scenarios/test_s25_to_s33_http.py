@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_models import BOS, BOS_ID
-from tests.scenarios.conftest import Served, sent
-from tests.serving.support import wait_until
+from tests.scenarios.conftest import Served
+from tests.serving.support import assert_once_below, sent, wait_until
 from tiny_vllm import LLM, RequestError, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
@@ -29,18 +29,24 @@ def test_s25_who_leaves_during_prefill_stops_it_and_leaves_finished_pages(
 ) -> None:
     engine = server.service.engine
     prompt = [*LONG_PROMPT, 7 if is_streamed else 8]
-    salt = f"prefill {is_streamed}"
-    wait_until(server.is_idle)
-    assert engine.stats is not None
-    before = engine.stats.num_steps
-    with (
-        caplog.at_level(logging.INFO),
-        sent(server, {"prompt": prompt, "max_tokens": 400, "stream": is_streamed, "cache_salt": salt}),
-    ):
-        wait_until(lambda: engine.stats and engine.stats.num_running == 1)
-    wait_until(server.is_idle, 5)
-    num_steps = engine.stats.num_steps - before
-    assert num_steps < len(prompt) // 8, "the prompt was computed to its end for nobody"
+    num_steps, salt = 0, ""
+
+    def leave() -> int:
+        """How many steps it takes. A busy machine may compute the whole prompt before it is noticed."""
+        nonlocal num_steps, salt
+        salt += f"prefill {is_streamed}"
+        wait_until(server.is_idle)
+        assert engine.stats is not None
+        before = engine.stats.num_steps
+        body = {"prompt": prompt, "max_tokens": 400, "stream": is_streamed, "cache_salt": salt}
+        with sent(server, body):
+            wait_until(lambda: engine.stats.num_steps > before)
+        wait_until(server.is_idle)
+        num_steps = engine.stats.num_steps - before
+        return num_steps
+
+    with caplog.at_level(logging.INFO):
+        assert_once_below(len(prompt) // 8, leave)
     again = server.complete(prompt, max_tokens=1, cache_salt=salt).json()
     num_cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 0 < num_cached <= 8 * num_steps
@@ -58,8 +64,8 @@ def test_s25_who_leaves_during_decode_frees_everything(server: Served, is_stream
     assert engine.stats is not None
     decoding = engine.stats.num_steps + 10  # the prompt takes seven
     with sent(server, {**body, "cache_salt": f"decode {is_streamed}"}):
-        wait_until(lambda: engine.stats.num_running == n and engine.stats.num_steps > decoding)
-    wait_until(server.is_idle, 5)
+        wait_until(lambda: engine.stats.num_steps > decoding)
+    wait_until(server.is_idle)
     again = server.complete(prompt, max_tokens=1, cache_salt=f"decode {is_streamed}").json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     server.assert_alive_and_right()
@@ -295,14 +301,21 @@ def test_s33_a_conversation_has_one_bos_on_every_path(
 
 def test_r9_health_answers_while_a_long_prompt_is_computed_and_probes_leave_nothing(server: Served) -> None:
     engine = server.service.engine
-    wait_until(server.is_idle)
-    with sent(server, {"prompt": [9, *LONG_PROMPT], "max_tokens": 300, "ignore_eos": True}):
-        wait_until(lambda: engine.stats and engine.stats.num_running == 1)
-        slowest = 0.0
-        for number in range(500):
-            start = time.monotonic()
-            assert server.get("/health" if number % 2 else "/ready").status == 200
-            slowest = max(slowest, time.monotonic() - start)
-            assert engine.num_requests <= 1 and server.service.admission.num_requests <= 1
-    assert slowest < 1
+    salts = itertools.count()
+
+    def slowest_probe() -> float:
+        wait_until(server.is_idle)
+        assert engine.stats is not None
+        before, slowest = engine.stats.num_steps, 0.0
+        body = {"prompt": [9, *LONG_PROMPT], "max_tokens": 300, "ignore_eos": True}
+        with sent(server, {**body, "cache_salt": f"probed {next(salts)}"}):
+            wait_until(lambda: engine.stats.num_steps > before)
+            for number in range(500):
+                start = time.monotonic()
+                assert server.get("/health" if number % 2 else "/ready").status == 200
+                slowest = max(slowest, time.monotonic() - start)
+                assert engine.num_requests <= 1 and server.service.admission.num_requests <= 1
+        return slowest
+
+    assert_once_below(1, slowest_probe)
     server.assert_alive_and_right()

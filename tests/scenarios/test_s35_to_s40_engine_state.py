@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.engines import FakeEngine
 from tests.helpers.oracle import greedy_tokens
-from tests.scenarios.conftest import Served, Tiny, sent
+from tests.scenarios.conftest import Served, Tiny
+from tests.serving.support import sent
 from tiny_vllm import LLM, SamplingParams
 
 
@@ -119,13 +120,11 @@ def test_s38_what_can_never_fit_is_refused_and_what_outgrows_the_pool_ends(
         growing = pool.submit(
             server.complete, [11] * 1590, max_tokens=400, ignore_eos=True, stream=is_streamed
         )
-        start = time.monotonic()
         refused = server.complete([12] * 1601, max_tokens=1, stream=is_streamed)
         assert refused.status == 400
         assert "1601 tokens" in refused.error["message"] and "1600" in refused.error["message"]
         good = [pool.submit(server.complete, [13 + i] * 9, max_tokens=4) for i in range(3)]
         assert all(answer.result().status == 200 for answer in good)
-        assert time.monotonic() - start < 20
         answer = growing.result()
     assert answer.status == 200
     last = answer.events()[-1] if is_streamed else answer.json()

@@ -1,9 +1,13 @@
 """An engine process without a model: it says each prompt's tokens over and over, so a test writes the answer
-into the prompt. Everything around it is the real thing: process, messages, loop.
+into the prompt. Everything around it is the real thing: process, messages, loop. Only the warm-up is left
+out, which imports torch: that takes eight times as long as all else that this process does to start.
 
 Token i of choice c is prompt[(i + c) % length]. A pooled hidden state repeats the prompt's ids, or the
-last one alone. STUB_STEP_SECONDS makes steps slow. A prompt that begins with two of the ids in ACTIONS does
-what it says.
+last one alone. STUB_STEP_SECONDS makes steps slow. A prompt that begins with two of the ids EXIT, FAIL, HANG
+or BAD_LOGITS does what it says.
+
+STUB_HOLD names a file. While that is there, neither loading nor a step of HANG comes to its end, and no
+choice ends by its length: a test can look at what goes on for as long as it needs.
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.engine import EngineStats, SequenceStatus
 from tiny_vllm.engine.sequence import SequenceState
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, PromptTooLong
-from tiny_vllm.serving.engine_process import main
+from tiny_vllm.serving import engine_process
 from tiny_vllm.types import FinishReason, PromptInfo, Request, TokenEvent, TokenLogprobs
 
 EOS = 2
-EXIT, FAIL, HANG, BAD_LOGITS, ENDLESS_BAN = 101, 102, 103, 104, 105
+EXIT, FAIL, HANG, BAD_LOGITS = 101, 102, 103, 104
 PAGE_SIZE = 16
 HIDDEN_SIZE = 576
 
@@ -39,6 +43,18 @@ class StubSequence:
     @property
     def num_pages(self) -> int:
         return -(-(len(self.request.prompt_token_ids) + self.num_generated) // PAGE_SIZE)
+
+
+def is_held() -> bool:
+    path = os.environ.get("STUB_HOLD")
+    return path is not None and os.path.exists(path)
+
+
+def wait_while_held() -> None:
+    """Two minutes at most: the test may have been killed."""
+    deadline = time.monotonic() + 120
+    while is_held() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 class StubEngine:
@@ -101,7 +117,7 @@ class StubEngine:
         if prompt[:2] == (FAIL, FAIL):
             raise EngineDead("a step failed: as the test asked")
         if prompt[:2] == (HANG, HANG):
-            time.sleep(3)
+            wait_while_held()
         if prompt[:2] == (BAD_LOGITS, BAD_LOGITS) and sequence.num_generated == 2:
             event.finish_reason = FinishReason.ERROR
             return event
@@ -120,7 +136,7 @@ class StubEngine:
             event.finish_reason, event.stop_reason = FinishReason.STOP, token_id
         elif token_id == EOS and not sampling.ignore_eos:
             event.finish_reason = FinishReason.STOP
-        elif sequence.num_generated == sampling.max_tokens:
+        elif sequence.num_generated >= sampling.max_tokens and not is_held():
             event.finish_reason = FinishReason.LENGTH
         return event
 
@@ -176,7 +192,7 @@ def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig
     progress(1, 2)
     if config.seed == 666:
         raise ConfigError("this seed is cursed", hint="take another")
-    time.sleep(float(os.environ.get("STUB_LOAD_SECONDS", "0")))
+    wait_while_held()
     resolved = replace(
         config,
         dtype="float32",
@@ -188,4 +204,6 @@ def build(config: EngineConfig, progress: Any) -> tuple[StubEngine, EngineConfig
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], build))
+    assert "torch" not in sys.modules
+    engine_process.warm_up = lambda engine, config: None
+    sys.exit(engine_process.main(sys.argv[1:], build))

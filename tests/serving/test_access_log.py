@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 
 from tests.serving.stub_engine import FAIL
-from tests.serving.support import STUB_COMMAND, RunningServer, running_server, wait_until
+from tests.serving.support import Hold, RunningServer, running_server, wait_until
 from tests.serving.test_serve_command import call, serving
 
 LOGGER = "tiny_vllm.serving.access_log"
-SLOW_COMMAND = ("env", "STUB_STEP_SECONDS=0.005", *STUB_COMMAND)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    return Hold(tmp_path_factory.mktemp("access_log") / "hold")
+
+
+@pytest.fixture(scope="module")
+def server(hold: Hold) -> Iterator[RunningServer]:
     logger = logging.getLogger(LOGGER)
     logger.setLevel(logging.INFO)
     try:
-        with running_server(SLOW_COMMAND, api_key=("k",), cors_origin=("http://friend",)) as server:
+        with running_server(hold.command(), api_key=("k",), cors_origin=("http://friend",)) as server:
             yield server
     finally:
         logger.setLevel(logging.NOTSET)
@@ -82,14 +86,17 @@ def test_no_path_can_write_a_line_of_its_own(server: RunningServer, caplog: pyte
     assert line.startswith("GET /x%0AI%20fake%1b[2J") and "\n" not in line and len(line) < 400
 
 
-def test_a_client_that_goes_away_is_a_499(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+def test_a_client_that_goes_away_is_a_499(
+    server: RunningServer, hold: Hold, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     names = {"authorization": "Bearer k", "content-type": "application/json"}
     body = {"prompt": [28, 29, 30], "max_tokens": 400, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body).encode(), names)
-    wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_running)
-    connection.close()
-    line = line_of(caplog)
+    with hold:
+        connection.request("POST", "/v1/completions", json.dumps(body).encode(), names)
+        wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_running)
+        connection.close()
+        line = line_of(caplog)
     assert re.match(r"POST /v1/completions 499 \d+ ms, 3 prompt \+ \d+ completion tokens, id \w+$", line)
     wait_until(server.is_idle)
 

@@ -34,12 +34,12 @@ def test_between_two_long_bodies_others_have_many_turns(monkeypatch: pytest.Monk
         nonlocal turns
         while True:
             turns += 1
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0)
 
     async def test() -> None:
         reader = BodyReader(ServerConfig())
         others = asyncio.create_task(take_turns())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             lengths = (LONG_BODY, LONG_BODY + 1, LONG_BODY + 2, LONG_BODY - 1)
             await asyncio.gather(*(reader.read(request_with(b" " * n), Body) for n in lengths))
         others.cancel()

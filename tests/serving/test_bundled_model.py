@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serving.support import RunningServer, running_server, wait_until
+from tests.serving.support import RunningServer, running_server, sent, wait_until
 from tiny_vllm import LLM, SamplingParams
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND
 
@@ -29,7 +30,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -140,7 +141,7 @@ def test_a_client_that_left_leaves_its_prefix_behind(client: openai.OpenAI, serv
     options["extra_body"] = {"ignore_eos": True}
     with client.completions.create(**options, stream=True) as stream:
         next(iter(stream))
-    wait_until(server.is_idle, 5)
+    wait_until(server.is_idle)
     again = client.completions.create(**{**options, "max_tokens": 1})
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= again.usage.prompt_tokens - 16
@@ -158,22 +159,14 @@ def test_a_prompt_is_scored_with_and_without_a_warm_cache(client: openai.OpenAI)
     assert first.logprobs.token_logprobs == second.logprobs.token_logprobs
 
 
-def test_an_urgent_request_overtakes(client: openai.OpenAI) -> None:
+def test_an_urgent_request_overtakes(server: RunningServer) -> None:
     """Eight slots are busy with the patient ones; the urgent one still finishes before all of them."""
-    ends: list[str] = []
-
-    def run(name: str, priority: int, num_tokens: int) -> None:
-        client.completions.create(
-            model=MODEL,
-            prompt=f"{name} was",
-            max_tokens=num_tokens,
-            extra_body={"priority": priority, "ignore_eos": True},
-        )
-        ends.append(name)
-
-    with ThreadPoolExecutor(17) as pool:
-        patient = [pool.submit(run, f"patient {i}", 5, 40) for i in range(16)]
-        urgent = pool.submit(run, "urgent", 0, 2)
-        for future in [*patient, urgent]:
-            future.result()
-    assert "urgent" in ends[:1]
+    engine = server.service.engine
+    with ExitStack() as stack:
+        for number in range(16):
+            body = {"prompt": f"patient {number} was", "max_tokens": 500, "priority": 5, "ignore_eos": True}
+            stack.enter_context(sent(server, body))
+        wait_until(lambda: engine.stats and (engine.stats.num_running, engine.stats.num_waiting) == (8, 8))
+        assert server.complete("urgent was", max_tokens=2, priority=0, ignore_eos=True).status == 200
+        assert engine.num_requests == 16
+    wait_until(server.is_idle)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.serving.support import Answer, running_server, wait_until
+import pytest
+
+from tests.serving.support import Answer, Hold, assert_once_below, running_server, wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, sys
-from tests.serving.support import STUB_COMMAND
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.serving import server
 from tiny_vllm.serving.config import ServerConfig
 
-port, tcp_options = json.loads(sys.argv[1])
+port, command, tcp_options = json.loads(sys.argv[1])
 server.TCP_OPTIONS.update(tcp_options)
-command = ("env", "STUB_STEP_SECONDS=0.01", *STUB_COMMAND)
 server.serve(ServerConfig(port=port, drain_timeout=2.0), EngineConfig(), engine_command=command)
 """
 LONG = {
@@ -44,11 +43,12 @@ LONG = {
 
 @dataclass
 class ServerProcess:
-    """A server in a process of its own. log: what it has written to stderr."""
+    """A server in a process of its own. log: what it has written to stderr. hold: of its engine."""
 
     process: subprocess.Popen[bytes]
     port: int
     log_path: Path
+    hold: Hold
 
     @property
     def log(self) -> str:
@@ -61,10 +61,10 @@ class ServerProcess:
         return int(engine)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
     def request(self, path: str, body: Any = None) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             if body is None:
                 connection.request("GET", path)
@@ -100,24 +100,33 @@ class ServerProcess:
 
 
 @contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else is given meanwhile. Who asks for it by number may still listen there."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+@contextmanager
 def server_process(
     directory: Path, *, stderr: str | None = None, prefix: Sequence[str] = (), **tcp_options: int
 ) -> Iterator[ServerProcess]:
     """prefix: what to start it with. tcp_options: instead of server.TCP_OPTIONS. It ends with code 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log_path = Path(stderr) if stderr is not None else directory / "log"
-    command = [*prefix, sys.executable, "-c", SERVER, json.dumps([port, tcp_options])]
-    with open(log_path, "w") as log, subprocess.Popen(command, stderr=log, stdout=log, cwd=ROOT) as process:
-        try:
-            server = ServerProcess(process, port, log_path)
-            wait_until(lambda: server.status() == 200, 60)
-            yield server
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+    hold = Hold(directory / "hold")
+    with reserved_port() as port, open(log_path, "w") as log:
+        arguments = json.dumps([port, hold.command(step_seconds=0.01), tcp_options])
+        command = [*prefix, sys.executable, "-c", SERVER, arguments]
+        with subprocess.Popen(command, stderr=log, stdout=log, cwd=ROOT) as process:
+            try:
+                server = ServerProcess(process, port, log_path, hold)
+                wait_until(lambda: server.status() == 200, 180)
+                yield server
+                process.terminate()
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
 
 
 def send(connection: socket.socket, body: Any) -> None:
@@ -128,25 +137,27 @@ def send(connection: socket.socket, body: Any) -> None:
 
 def test_an_engine_killed_under_load_ends_every_stream_once_and_is_replaced(tmp_path: Path) -> None:
     with server_process(tmp_path) as server, ThreadPoolExecutor(24) as pool:
-        # More streams than the stub has slots: some run, and some still wait.
-        streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(20)]
-        wholes = [pool.submit(server.request, "/v1/completions", {**LONG, "stream": False}) for _ in range(4)]
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 8)
-        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 16)
-        killed = server.engine_id
-        os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: server.status() == 503)
+        with server.hold:
+            # More streams than the stub has slots: some run, and some still wait.
+            streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(20)]
+            whole = {**LONG, "stream": False}
+            wholes = [pool.submit(server.request, "/v1/completions", whole) for _ in range(4)]
+            wait_until(lambda: server.metric("vllm:num_requests_running") == 8)
+            wait_until(lambda: server.metric("vllm:num_requests_waiting") == 16)
+            killed = server.engine_id
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: server.status() == 503)
         for stream in streams:
-            answer = stream.result(20)
+            answer = stream.result(60)
             events = answer.events()  # which has a look at the end of the stream
             assert answer.status == 200
             assert [event for event in events if "error" in event] == events[-1:]
             assert "signal 9" in events[-1]["error"]["message"]
             tokens = [t for event in events[:-1] for choice in event["choices"] for t in choice["token_ids"]]
             assert tokens == [28, 29, 30] * (len(tokens) // 3) + [28, 29, 30][: len(tokens) % 3]
-        for whole in wholes:
-            assert whole.result(20).status == 503
-            assert "signal 9" in whole.result().error["message"]
+        for answer in wholes:
+            assert answer.result(60).status == 503
+            assert "signal 9" in answer.result().error["message"]
         server.assert_alive()
         assert server.engine_id != killed
         assert "the engine process has ended: its process ended by signal 9" in server.log
@@ -158,12 +169,14 @@ def test_without_file_descriptors_connections_are_refused_and_streams_go_on(tmp_
     with ExitStack() as stack:
         server = stack.enter_context(server_process(tmp_path, prefix=("prlimit", "--nofile=64:64")))
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        stream = pool.submit(server.request, "/v1/completions", LONG)
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
         with ExitStack() as held:
-            crowd = [held.enter_context(server.connect()) for _ in range(100)]
-            assert crowd[-1].recv(1000).startswith(b"HTTP/1.1 503")
-            assert len(stream.result(20).events()) > 100
+            with server.hold:
+                stream = pool.submit(server.request, "/v1/completions", LONG)
+                wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
+                crowd = [held.enter_context(server.connect()) for _ in range(100)]
+                assert crowd[-1].recv(1000).startswith(b"HTTP/1.1 503")
+            ended = [event["choices"][0]["finish_reason"] for event in stream.result(60).events()]
+            assert ended[-1] == "length"
         server.assert_alive()
         assert server.log.count("connections are refused: of 64 file descriptors") == 1
 
@@ -173,13 +186,14 @@ def test_an_engine_that_dies_while_connections_are_refused_is_replaced_all_the_s
         first, *_ = [stack.enter_context(server.connect()) for _ in range(100)]
         wait_until(lambda: "connections are refused" in server.log)
         killed = server.engine_id
-        os.kill(killed, signal.SIGKILL)
 
         def health() -> bytes:
             first.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             return first.recv(1000)[:12]
 
-        wait_until(lambda: health() == b"HTTP/1.1 503")
+        with server.hold:
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda: health() == b"HTTP/1.1 503")
         wait_until(lambda: health() == b"HTTP/1.1 200")
         assert server.engine_id != killed and "cannot be started" not in server.log
 
@@ -201,15 +215,18 @@ def test_a_client_that_never_reads_is_given_up(tmp_path: Path) -> None:
 def test_many_half_open_connections_do_not_keep_others_out(tmp_path: Path) -> None:
     beginnings = (b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
     body = b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
-    with running_server(receive_timeout=1.0) as server, ExitStack() as stack:
+    with running_server(receive_timeout=5.0) as server, ExitStack() as stack:
         halves = []
         for number in range(300):
-            half = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=120))
             half.sendall([*beginnings, body][number % 4])
             halves.append(half)
-        start = time.monotonic()
         assert server.complete([28, 29], max_tokens=2).status == 200
-        assert time.monotonic() - start < 1
+        # Nobody had to be hung up on for this.
+        halves[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            halves[-1].recv(1)
+        halves[-1].settimeout(120)
         # In the end the server hangs up on all of them.
         for number, half in enumerate(halves):
             data = b"".join(iter(lambda half=half: half.recv(4096), b""))
@@ -220,47 +237,50 @@ def test_many_half_open_connections_do_not_keep_others_out(tmp_path: Path) -> No
 def test_five_megabytes_of_nested_json_from_many_do_not_hold_up_health() -> None:
     nested = b'{"prompt": ' + b"[" * 2_500_000 + b"]" * 2_500_000 + b"}"
     flat = b'{"prompt": [' + b"[]," * 1_600_000 + b"[]]}"
+    paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
     with running_server() as server, ThreadPoolExecutor(8) as pool:
-        paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-        answers = [pool.submit(server.post, path, data) for path in paths * 2 for data in (nested, flat)]
-        times = []
-        while not all(answer.done() for answer in answers):
-            start = time.monotonic()
-            assert server.get("/health").status == 200
-            times.append(time.monotonic() - start)
-        assert {answer.result().status for answer in answers} == {400}
-        assert max(times) < 5
+
+        def slowest_health() -> float:
+            answers = [pool.submit(server.post, path, data) for path in paths * 2 for data in (nested, flat)]
+            slowest = server.slowest_health(answers)
+            assert {answer.result().status for answer in answers} == {400}
+            return slowest
+
+        assert_once_below(5, slowest_health)
         server.assert_alive()
 
 
 def test_a_full_disk_behind_the_log_is_survived(tmp_path: Path) -> None:
     with server_process(tmp_path, stderr="/dev/full") as server:
-        os.kill(server.engine_id, signal.SIGKILL)  # there is something to log
-        wait_until(lambda: server.status() == 503)
+        with server.hold:
+            os.kill(server.engine_id, signal.SIGKILL)  # there is something to log
+            wait_until(lambda: server.status() == 503)
         server.assert_alive()
 
 
-def test_a_disk_that_fills_up_while_streams_run_disturbs_none() -> None:
+def test_a_disk_that_fills_up_while_streams_run_disturbs_none(tmp_path: Path) -> None:
     """The log is a pipe nobody reads any more: writing fails, or would wait for ever."""
     script = SERVER.replace("engine_command=command", "engine_command=command, log_level=10")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", script, json.dumps([port, {}])]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT) as process:
-        try:
-            server = ServerProcess(process, port, Path(os.devnull))
-            wait_until(lambda: server.status() == 200, 60)
-            assert process.stderr is not None
-            with ThreadPoolExecutor(4) as pool:
-                streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(4)]
-                wait_until(lambda: server.metric("vllm:num_requests_running") == 4)
-                process.stderr.close()
-                for stream in streams:
-                    events = stream.result(30).events()
-                    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 400
-            server.assert_alive()
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
+    hold = Hold(tmp_path / "hold")
+    with reserved_port() as port:
+        arguments = json.dumps([port, hold.command(step_seconds=0.01), {}])
+        with subprocess.Popen(
+            [sys.executable, "-c", script, arguments], stderr=subprocess.PIPE, cwd=ROOT
+        ) as process:
+            try:
+                server = ServerProcess(process, port, Path(os.devnull), hold)
+                wait_until(lambda: server.status() == 200, 180)
+                assert process.stderr is not None
+                with ThreadPoolExecutor(4) as pool:
+                    with hold:
+                        streams = [pool.submit(server.request, "/v1/completions", LONG) for _ in range(4)]
+                        wait_until(lambda: server.metric("vllm:num_requests_running") == 4)
+                        process.stderr.close()
+                    for stream in streams:
+                        tokens = [t for e in stream.result(60).events() for t in e["choices"][0]["token_ids"]]
+                        assert len(tokens) >= 400 and tokens[:6] == [28, 29, 30] * 2
+                server.assert_alive()
+                process.terminate()
+                assert process.wait(60) == 0
+            finally:
+                process.kill()

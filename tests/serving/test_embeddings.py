@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
-from tests.serving.stub_engine import BAD_LOGITS, HIDDEN_SIZE
-from tests.serving.support import RunningServer, running_server, wait_until
+from tests.serving.stub_engine import BAD_LOGITS, HANG, HIDDEN_SIZE
+from tests.serving.support import Hold, RunningServer, running_server, wait_until
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -31,7 +32,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -167,36 +168,38 @@ def test_a_model_without_usable_numbers_is_a_fault_of_the_server(server: Running
     assert answer.error["code"] == "model_failure"
 
 
-def test_embeddings_wait_for_their_turn_and_count_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_STEP_SECONDS", "0.05")
-    with running_server(engine={"max_num_seqs": 1, "max_queue_len": 2}) as server:
-        busy = threading.Thread(target=server.complete, args=([5],), kwargs={"max_tokens": 40})
-        busy.start()
-        wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_running == 1)
-        full = embed(server, ["a", "b", "c"])
-        assert (full.status, full.headers["retry-after"]) == (429, "1")
-        never = embed(server, ["a"] * 4)
-        assert (never.status, never.error["param"]) == (400, None)
-        assert "4 answers, but slots and queue hold 3" in never.error["message"]
-        assert busy.is_alive()
-        assert embed(server, ["a", "b"]).status == 200
-        assert not busy.is_alive()
-        busy.join()
+def test_embeddings_wait_for_their_turn_and_count_in_the_queue(tmp_path: Path) -> None:
+    hold = Hold(tmp_path / "hold")
+    engine = {"max_num_seqs": 1, "max_queue_len": 2}
+    with running_server(hold.command(), engine) as server, ThreadPoolExecutor(2) as pool:
+        with hold:
+            busy = pool.submit(server.complete, [5], max_tokens=40)
+            wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_running == 1)
+            full = embed(server, ["a", "b", "c"])
+            assert (full.status, full.headers["retry-after"]) == (429, "1")
+            never = embed(server, ["a"] * 4)
+            assert (never.status, never.error["param"]) == (400, None)
+            assert "4 answers, but slots and queue hold 3" in never.error["message"]
+            waiting = pool.submit(embed, server, ["a", "b"])
+            wait_until(lambda: server.service.engine.stats and server.service.engine.stats.num_waiting == 2)
+            assert not busy.done() and not waiting.done()
+        assert busy.result().status == waiting.result().status == 200
 
 
-def test_embeddings_that_take_too_long_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_STEP_SECONDS", "0.3")
-    with running_server(request_timeout=0.2) as server:
-        assert embed(server, "a").status == 504
+def test_embeddings_that_take_too_long_are_given_up(tmp_path: Path) -> None:
+    hold = Hold(tmp_path / "hold")
+    with running_server(hold.command(), request_timeout=0.2) as server:
+        with hold:
+            assert embed(server, [HANG, HANG]).status == 504
         wait_until(server.is_idle)
 
 
-def test_a_client_that_leaves_frees_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_STEP_SECONDS", "0.05")
-    with running_server(engine={"max_num_seqs": 1}) as server:
+def test_a_client_that_leaves_frees_the_slots(tmp_path: Path) -> None:
+    hold = Hold(tmp_path / "hold")
+    with running_server(hold.command(), {"max_num_seqs": 1}) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=0.3)
-        with client, pytest.raises(openai.APITimeoutError):
-            client.embeddings.create(model=MODEL, input=["a"] * 50)
+        with hold, client, pytest.raises(openai.APITimeoutError):
+            client.embeddings.create(model=MODEL, input=[[HANG, HANG]] * 50)
         server.assert_alive()
 
 

@@ -3,24 +3,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving.stub_engine import EOS, EXIT, FAIL
-from tests.serving.support import STUB_COMMAND, eventually
+from tests.serving.support import STUB_COMMAND, Hold, eventually
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.errors import CapacityError, ConfigError, EngineDead, RequestError
+from tiny_vllm.serving import engine_client
 from tiny_vllm.serving.engine_client import EngineClient, EngineState
 from tiny_vllm.text.request_builder import PreparedRequest
 from tiny_vllm.types import Request, SamplingParams
 
 
 @asynccontextmanager
-async def running(restart: bool = True, **options: Any) -> AsyncIterator[EngineClient]:
-    client = EngineClient(EngineConfig(**options), None, command=STUB_COMMAND, restart=restart)
+async def running(
+    restart: bool = True, command: Sequence[str] = STUB_COMMAND, **options: Any
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(EngineConfig(**options), None, command=command, restart=restart)
     supervisor = asyncio.create_task(client.run())
     try:
         await eventually(lambda: client.state is not EngineState.LOADING)
@@ -36,7 +40,7 @@ def request(name: str, prompt: list[int], **sampling: Any) -> PreparedRequest:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), 300))  # type: ignore[arg-type]
 
 
 def test_tokens_come_back_in_order_and_each_prompt_ends_once() -> None:
@@ -88,19 +92,22 @@ def test_closing_a_generation_frees_its_slot_and_pages() -> None:
 
 
 @pytest.mark.parametrize("action", [EXIT, FAIL])
-def test_a_dead_process_fails_its_requests_and_is_replaced(action: int) -> None:
+def test_a_dead_process_fails_its_requests_and_is_replaced(tmp_path: Path, action: int) -> None:
+    hold = Hold(tmp_path / "hold")
+
     async def test() -> None:
-        async with running() as client:
+        async with running(command=hold.command()) as client:
             first = client.process_id
             innocent = await client.submit([request("a", [5], max_tokens=10**6)], is_streamed=False)
-            # Its end may be noticed before it is noticed that the request was accepted.
-            with pytest.raises(EngineDead):
-                guilty = await client.submit([request("b", [action, action])], is_streamed=False)
-                await guilty.finished()
-            with pytest.raises(EngineDead):
-                await innocent.finished()
-            with pytest.raises(EngineDead, match="loaded"):
-                client.check_ready()
+            with hold:
+                # Its end may be noticed before it is noticed that the request was accepted.
+                with pytest.raises(EngineDead):
+                    guilty = await client.submit([request("b", [action, action])], is_streamed=False)
+                    await guilty.finished()
+                with pytest.raises(EngineDead):
+                    await innocent.finished()
+                with pytest.raises(EngineDead, match="loaded"):
+                    client.check_ready()
             await eventually(lambda: client.state is EngineState.READY)
             assert client.process_id != first and client.num_restarts == 1
             with await client.submit([request("b", [5])], is_streamed=False) as generation:
@@ -156,21 +163,27 @@ def test_page_maps_come_only_while_somebody_watches() -> None:
     run(test)
 
 
-def test_closing_waits_neither_for_a_restart_nor_for_a_start() -> None:
+def test_closing_waits_neither_for_a_restart_nor_for_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MIN_RESTART_DELAY", 1000.0)
+    hold = Hold(tmp_path / "hold")
+
     async def test() -> None:
         for moment in ("before", "starting", "delay"):
-            client = EngineClient(EngineConfig(), None, command=STUB_COMMAND)
-            supervisor = asyncio.create_task(client.run())
-            if moment != "before":
-                await eventually(lambda client=client: client.process_id is not None)
-            if moment == "delay":
-                for _ in range(2):  # the second delay is longer
+            client = EngineClient(EngineConfig(), None, command=hold.command())
+            with hold:
+                supervisor = asyncio.create_task(client.run())
+                if moment != "before":
+                    await eventually(lambda client=client: client.process_id is not None)
+                if moment == "delay":
+                    hold.release()
                     await eventually(lambda client=client: client.state is EngineState.READY)
                     os.kill(client.process_id or 0, signal.SIGKILL)
                     await eventually(lambda client=client: client.process_id is None)
-            async with asyncio.timeout(5):
-                await client.close()
-                await supervisor
+                async with asyncio.timeout(60):
+                    await client.close()
+                    await supervisor
             assert client.process_id is None and client.state is EngineState.CLOSED
 
     run(test)

@@ -32,7 +32,7 @@ def test_models_chats_streams_completions_embeddings_and_errors(monkeypatch: pyt
             cwd=DIRECTORY,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert run.returncode == 0, run.stderr
         seen: dict[str, Any] = json.loads(run.stdout)

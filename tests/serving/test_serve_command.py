@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
-from tests.serving.support import wait_until
+from tests.serving.support import assert_once_below, has_ended, wait_until
+from tiny_vllm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,7 @@ def call(url: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -79,7 +80,7 @@ def engine_processes(parent_id: int) -> list[int]:
 
 def test_a_server_answers_and_stops_on_sigterm_with_code_0(checkpoint: Path) -> None:
     with serving(str(checkpoint), "--api-key", "k", TINY_VLLM_API_KEY="other") as (process, url):
-        wait_until(lambda: call(f"{url}/ready")[0] == 200, 60)
+        wait_until(lambda: call(f"{url}/ready")[0] == 200, 180)
         body = {"prompt": "The quick", "max_tokens": 4, "temperature": 0}
         assert call(f"{url}/v1/completions", body)[0] == 401
         for key in ("k", "other"):
@@ -89,42 +90,44 @@ def test_a_server_answers_and_stops_on_sigterm_with_code_0(checkpoint: Path) -> 
         assert len(engines) == 1
         # A service manager signals the whole group.
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
         assert not Path(f"/proc/{engines[0]}").exists()
 
 
 def test_a_second_signal_ends_a_busy_server_at_once_and_in_order(checkpoint: Path) -> None:
     with serving(str(checkpoint), "--max-model-len", "256") as (process, url):
-        wait_until(lambda: call(f"{url}/ready")[0] == 200, 60)
+        wait_until(lambda: call(f"{url}/ready")[0] == 200, 180)
         (engine,) = engine_processes(process.pid)
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 64}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             response.readline()
             for _ in range(2):
                 process.send_signal(signal.SIGTERM)
                 time.sleep(0.3)
             assert response.read().endswith(b"data: [DONE]\n\n")
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
         assert not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.slow
 def test_an_idle_server_is_gone_within_a_second(checkpoint: Path) -> None:
-    """The best of three: other programs on the same cores are not the server's fault."""
-    times = []
-    for _ in range(3):
+    """Or, on a slow machine, within a tenth of the time that it took to start."""
+
+    def seconds_to_stop() -> float:
+        begin = time.monotonic()
         with serving(str(checkpoint)) as (process, url):
-            wait_until(lambda url=url: call(f"{url}/ready")[0] == 200, 60)
+            wait_until(lambda: call(f"{url}/ready")[0] == 200, 180)
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-            times.append(time.monotonic() - start)
-    assert min(times) < 1.0
+            assert process.wait(60) == 0
+            return (time.monotonic() - start) / max(1.0, (start - begin) / 10)
+
+    assert_once_below(1, seconds_to_stop)
 
 
 PARENT = """
@@ -150,7 +153,7 @@ def test_an_engine_does_not_outlive_its_killed_server() -> None:
         assert parent.stdout is not None
         engine = int(parent.stdout.readline())
         parent.kill()
-    wait_until(lambda: not Path(f"/proc/{engine}").exists())
+    wait_until(lambda: has_ended(engine))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +166,23 @@ def test_an_engine_does_not_outlive_its_killed_server() -> None:
         (["--separate-keys"], "no API key"),
         (["--page-size", "3"], "--page-size is 3"),
         (["a", "--model", "b"], "given twice"),
-        (["--num-pages", "1000000000"], "lower num_pages"),
     ],
+)
+def test_wrong_options_are_one_message_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+# Noticed by the command, and by the engine's process.
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--page-size", "3"], "--page-size is 3"), (["--num-pages", "1000000000"], "lower num_pages")],
 )
 def test_wrong_options_end_with_one_message_and_code_2(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "tiny_vllm", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -46,7 +46,7 @@ def run_through(methods: list[str], cancelled: range = range(0)) -> list[tuple[i
         await asyncio.sleep(0)
         for number in cancelled:
             tasks[number].cancel()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await asyncio.gather(*tasks, return_exceptions=True)
             # And again, after nothing was to be done for some turns.
             await asyncio.sleep(0.01)
