@@ -47,8 +47,8 @@ class Scale:
 
 
 CPU = Scale("cpu", num_slots=64, head_dim=16, num_pages=250, num_requests=330, num_waves=3)
-# As many slots as a server has on a GPU, with a tenth of a GPU's work for each.
-WIDE = Scale("cpu", num_slots=256, head_dim=16, num_pages=1000, num_requests=600, num_waves=1)
+# The same requests, as many at once as there are slots by default on a GPU.
+WIDE = Scale("cpu", num_slots=256, head_dim=16, num_pages=800, num_requests=330, num_waves=1)
 GPU = Scale("cuda", num_slots=256, head_dim=64, num_pages=1250, num_requests=1200, num_waves=2)
 
 
@@ -298,6 +298,14 @@ def test_a_solo_run_depends_on_all_of_its_context(cpu_work: tuple[str, list[Work
 @cases
 def test_everybody_gets_the_tokens_of_the_solo_run(case: Case, cpu_work: tuple[str, list[Work]]) -> None:
     soak(*cpu_work, CPU, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed", "exclusive"])
+def test_everybody_gets_the_tokens_of_the_solo_run_beside_256(
+    policy: PrefillPolicy, cpu_work: tuple[str, list[Work]]
+) -> None:
+    soak(*cpu_work, WIDE, Case(policy, is_ahead=True, is_bounded=False))
 
 
 @pytest.mark.gpu
