@@ -14,7 +14,7 @@ GPU_MODEL ?= --device cuda --model benchmarks/shapes/llama-3.2-1b --load-format 
 GPU_RESULTS ?= build/gpu-bench
 GPU_WORKLOADS ?= nano-vllm,256x128+512,64x128+512,64x2048+1,sharegpt-like,shared-prefix
 
-.PHONY: setup demo test test-slow check format bench clean gpu-test gpu-bench
+.PHONY: setup demo test test-slow test-exhaustive check format bench clean gpu-test gpu-bench
 
 setup: $(READY)
 
@@ -40,6 +40,9 @@ test: $(READY)
 test-slow: $(READY)
 	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not multi_gpu' || \
 	  { code=$$?; [ $$code = 5 ] && echo 'no test is marked slow'; [ $$code = 5 ]; }
+
+test-exhaustive: $(READY)
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m exhaustive
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 # Whole models, and attention in all its shapes: minutes.
-SLOW = {"test_attention", "test_chain_families", "test_forward_graphs", "test_fp8_chain"}
-# Up to a minute each.
-LONG = {
-    *("test_decode_chain", "test_draw_tokens", "test_engine", "test_experts"),
-    *("test_fp8_attention", "test_small_ops"),
+SLOW = {
+    *("test_attention", "test_chain_families", "test_engine", "test_experts", "test_forward_graphs"),
+    *("test_fp8_attention", "test_fp8_chain"),
 }
+# Up to a minute each.
+LONG = {"test_decode_chain", "test_draw_tokens", "test_small_ops"}
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
 # Half of these have nothing to do without a GPU, and a process takes seconds to start: they share one.
 PROCESSES = [

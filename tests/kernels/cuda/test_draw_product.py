@@ -187,7 +187,7 @@ MISTAKES_OF_LEADS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("name", MISTAKES_OF_LEADS)
 def test_mistakes_with_leads_are_noticed(name: str) -> None:
@@ -263,7 +263,7 @@ MISTAKES_OF_PAIRS = {
 NOTICED = r"deadlock|barrier|wait|ended|complete|Tensor-likes|not equal"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("name", [*MISTAKES, *MISTAKES_OF_PAIRS])
 def test_the_emulation_notices_mistakes(name: str) -> None:

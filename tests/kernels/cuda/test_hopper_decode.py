@@ -295,14 +295,14 @@ def test_the_engine_rotates_first_and_then_attends(
 MISTAKES = {
     "tiles_are_read_before_they_come": ("    wait(shared.full(stage), place.parity);\n", ""),
     "a_stage_is_reused_early": ("        wait(shared.empty(place.index), place.parity ^ 1);\n", ""),
+}
+MORE_MISTAKES = {
     "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
     "the_newest_token_stays": (
         "put_newest(stage, valid - 1, slot + QUERY_BYTES, segment.context_len)",
         "warp_sync()",
     ),
     "values_behind_the_context_stay": ("      clear_values(stage, valid);\n", ""),
-}
-SLOW_MISTAKES = {
     "a_slot_is_reused_early": ("      wait(shared.slot_empty(place.index), place.parity ^ 1);\n", ""),
     "a_slot_is_read_before_it_comes": ("      wait(shared.slot_full(place.index), place.parity);\n", ""),
     "a_slot_is_never_free": ("      release(shared.slot_empty(place.index));\n", ""),
@@ -323,10 +323,10 @@ SLOW_MISTAKES = {
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MISTAKES)]
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
-    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    mistake = (MISTAKES | MORE_MISTAKES)[name]
     case = make_case(LENS["ragged"] * 3, 4, 2, 64, 16)
     with pytest.raises(
         (RuntimeError, AssertionError), match=r"deadlock|barrier|copy|preceding|Tensor-likes are not close"

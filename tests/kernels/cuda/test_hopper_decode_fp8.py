@@ -156,11 +156,11 @@ def test_the_order_of_events_changes_nothing() -> None:
 MISTAKES = {
     "the_newest_tokens_scales_stay": ("store_shared_half(scales + position * 2, load_shared_half(own))", ""),
     "scales_behind_the_context_stay": ("store_shared_half(shared.value_scales(stage) + i * 2, 0)", ""),
+}
+MORE_MISTAKES = {
     "bytes_do_not_change_places": ("swap_middle_bytes(codes[half * 2])", "codes[half * 2]"),
     "outputs_keep_their_unit": ("        if constexpr (FP8) drop_unit();\n", ""),
     "sums_do_not_follow_the_unit": ("      if constexpr (FP8) shrink[head] *= rescale;\n", ""),
-}
-SLOW_MISTAKES = {
     "scales_of_the_wrong_positions": ("lane % 2 * 16);", "0);"),
     "keys_have_no_scale": ("      multiply_scales(scores, scales, 1);\n", ""),
     "queries_keep_their_scale": ("(int)broadcast(exponent, (lane % 4 * 2 + i) * 4) - 14", "127"),
@@ -171,10 +171,10 @@ SLOW_MISTAKES = {
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MISTAKES)]
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
-    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    mistake = (MISTAKES | MORE_MISTAKES)[name]
     case = make_case(LENS["ragged"] * 2, 4, 2, 64, 16, is_fp8=True, spread=3)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         case.check(blocks=4, mistake=mistake)

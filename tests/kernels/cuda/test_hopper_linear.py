@@ -176,7 +176,7 @@ MISTAKES = {
     "no_fence": ("    fence_shared();\n", ""),
     "x_is_copied_before_it_is_written": ("      wait_for_predecessor();\n", ""),
 }
-SLOW_MISTAKES = {
+MORE_MISTAKES = {
     "a_stage_is_reused_early": (
         "wait(shared.empty(place.stage), place.parity ^ 1);\n      if (round > 0",
         "if (round > 0",
@@ -210,7 +210,7 @@ SLOW_MISTAKES = {
     "a_block_ends_too_early": ("must stay.\n  cluster_sync();", ""),
     "skipped_stages_stay": ("      release(place.stage);\n    }\n  }", "    }\n  }"),
 }
-SLOW_ADDING_MISTAKES = {
+ADDING_MISTAKES = {
     "the_residual_is_read_before_it_comes": (
         "        wait(shared.full(place.stage), place.parity);\n#pragma unroll",
         "#pragma unroll",
@@ -232,22 +232,22 @@ SLOW_ADDING_MISTAKES = {
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MISTAKES)]
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
-    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    mistake = (MISTAKES | MORE_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
         check(torch.bfloat16, 700, 384, 320, seeds=range(8), mistake=mistake)
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_ADDING_MISTAKES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ADDING_MISTAKES)
 def test_the_emulation_notices_mistakes_with_a_residual(name: str) -> None:
     # Three tiles: with two clusters, one is left, and halved.
     run = (torch.bfloat16, 700, 256, 320, ADDING, True)
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|wait|ended|Tensor-likes"):
-        check_plain(run, seeds=range(8), mistake=SLOW_ADDING_MISTAKES[name])
+        check_plain(run, seeds=range(8), mistake=ADDING_MISTAKES[name])
 
 
 VARIANTS = (GATED, WIDE, MIDDLE, NARROW, ADDING, ADDING_MIDDLE, ADDING_NARROW)

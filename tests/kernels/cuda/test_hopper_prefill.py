@@ -175,17 +175,17 @@ def test_a_maximum_that_lags_behind_is_noticed(case: str, variant: Variant, dtyp
     [
         ("if (votes(max(totals[0], totals[1]) > HIGHEST_WEIGHT))", "if (votes(false))"),
         pytest.param(
-            ("      shrink_output(output, rows);\n      pack", "      pack"), marks=pytest.mark.slow
+            ("      shrink_output(output, rows);\n      pack", "      pack"), marks=pytest.mark.exhaustive
         ),
         pytest.param(
-            ("      pack_weights(scores, weights);\n    } else", "    } else"), marks=pytest.mark.slow
+            ("      pack_weights(scores, weights);\n    } else", "    } else"), marks=pytest.mark.exhaustive
         ),
-        pytest.param(("(column ^ row % 8 * 16)", "column"), marks=pytest.mark.slow),
+        pytest.param(("(column ^ row % 8 * 16)", "column"), marks=pytest.mark.exhaustive),
         pytest.param(
             ("    products_wait<0>();\n    hold(output), hold(weights), hold(scores);\n"
              "    release(shared.v_empty(v.stage));\n    // Read only",
              "    release(shared.v_empty(v.stage));\n    // Read only"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["not_noticed", "old_outputs_stay", "old_weights_stay", "pieces_are_not_permuted", "early_weights"],
@@ -200,18 +200,20 @@ def test_the_emulation_notices_mistakes_with_lagging_maxima(mistake: tuple[str, 
     "mistake",
     [
         ("    if (end != 0) wait(shared.k_full(k.stage), k.parity);\n", ""),
-        pytest.param(("if (is_masked(tile.begin))", "if (false)"), marks=pytest.mark.slow),
+        pytest.param(("if (is_masked(tile.begin))", "if (false)"), marks=pytest.mark.exhaustive),
         pytest.param(
             ("    const KeyPlace k(done);\n    wait(shared.q_full(q.stage), q.parity);\n",
              "    const KeyPlace k(done);\n"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             ("products_wait<1>();\n    hold(output)", "products_wait<2>();\n    hold(output)"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
-        pytest.param(("j < tile.end; ++j) pass_over();", "false;) pass_over();"), marks=pytest.mark.slow),
-        pytest.param(("own_end = last_position", "own_end = first_position"), marks=pytest.mark.slow),
+        pytest.param(
+            ("j < tile.end; ++j) pass_over();", "false;) pass_over();"), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(("own_end = last_position", "own_end = first_position"), marks=pytest.mark.exhaustive),
     ],
     ids=["early_keys", "no_masks", "early_queries", "early_outputs", "stages_stay", "an_early_end"],
 )  # fmt: skip
@@ -227,7 +229,7 @@ MISTAKES = {
         "    take_turn();",
     ),
 }
-SLOW_MISTAKES = {
+MORE_MISTAKES = {
     "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
     "scores_are_read_before_they_come": ("    products_wait<1>();\n    hold(scores)", "    hold(scores)"),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
@@ -258,16 +260,16 @@ TWO_STAGES = Variant(warpgroups=2, stages=2)
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MISTAKES)]
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
-    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    mistake = (MISTAKES | MORE_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=r"deadlock|barrier|Tensor-likes are not close"):
         check("llama_1b", TWO_STAGES, {}, torch.bfloat16, mistake=mistake)
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WINDOWED_MISTAKES)
 def test_the_emulation_notices_mistakes_with_windows(name: str) -> None:
     options, mistake = dict(window=200), WINDOWED_MISTAKES[name]

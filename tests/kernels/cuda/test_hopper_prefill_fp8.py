@@ -192,7 +192,7 @@ MISTAKES = {
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_emulation_notices_mistakes(name: str) -> None:
     case = Case("llama_1b", torch.bfloat16, spread=2)
@@ -202,7 +202,7 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_emulation_notices_spans_that_change_places() -> None:
     case = Case("small_128", torch.bfloat16)
     mistake = "codes + row * HEAD_DIM + span * 64", "codes + row * HEAD_DIM + (1 - span) * 64"

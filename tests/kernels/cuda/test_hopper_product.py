@@ -117,7 +117,7 @@ MISTAKES = {
     "x_is_copied_before_it_is_written": ("    wait_for_predecessor();\n", ""),
     "a_stage_is_reused_early": ("wait(shared.empty(place.stage), place.parity);", ""),
 }
-SLOW_MISTAKES = {
+MORE_MISTAKES = {
     "other_rows_are_not_waited_for": (
         "arrive_at(shared.empty(stage), lane);",
         "arrive_at(shared.empty(stage), cluster_rank());",
@@ -133,10 +133,10 @@ NOTICED = r"deadlock|barrier|wait|ended|Tensor-likes"
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MISTAKES)]
+    "name", [*MISTAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_MISTAKES)]
 )
 def test_the_emulation_notices_mistakes(name: str) -> None:
-    mistake = (MISTAKES | SLOW_MISTAKES)[name]
+    mistake = (MISTAKES | MORE_MISTAKES)[name]
     with pytest.raises((RuntimeError, AssertionError), match=NOTICED):
         check(RUNS["in_pairs"], seeds=range(8), mistake=mistake)
 

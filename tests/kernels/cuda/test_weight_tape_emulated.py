@@ -116,7 +116,8 @@ def test_a_wait_of_the_values_warp_that_may_come_too_late_would_be_noticed() -> 
 
 
 @pytest.mark.parametrize(
-    "mistake", [*MISTAKES[:2], *(pytest.param(mistake, marks=pytest.mark.slow) for mistake in MISTAKES[2:])]
+    "mistake",
+    [*MISTAKES[:2], *(pytest.param(mistake, marks=pytest.mark.exhaustive) for mistake in MISTAKES[2:])],
 )
 def test_a_mistake_would_be_noticed(mistake: tuple[str, str]) -> None:
     tiny, noticed = model(64, 16), False
