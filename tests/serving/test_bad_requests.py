@@ -122,6 +122,15 @@ def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> 
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_later_head_of_a_connection_is_limited_as_its_first(server: RunningServer) -> None:
+    whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 200_000
+    answers = exchange(server, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /" + b"z" * 66_000)
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1 431 ") == 1
+    # What comes in one piece with a long body is not taken for a long head.
+    answers = exchange(server, whole + b"GET /version HTTP/1.1\r\nhost: x\r\n", b"connection: close\r\n\r\n")
+    assert answers.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 431 " not in answers
+
+
 def test_a_very_long_prompt_holds_nobody_up(server: RunningServer) -> None:
     def slowest_health() -> float:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -83,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timeout = head_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._is_in_body = False
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,7 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is not None:
+        if not self._is_in_body:
             self._head_bytes += len(data)
         super().data_received(data)
         # The end of the head sets it to 0.
@@ -118,6 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def on_headers_complete(self) -> None:
+        self._is_in_body = True
         self._stop_waiting()
         num_waiting = len(self.pipeline)
         super().on_headers_complete()
@@ -129,6 +131,10 @@ class LimitedProtocol(HttpToolsProtocol):
         # The task that reads the scope has not begun yet.
         extensions: dict[str, Any] = self.scope.setdefault("extensions", {})
         extensions[BODY_WRITER] = BodyWriter(self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if self.pipeline:
