@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors, decode_rows
+from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, decode_rows
 from tiny_vllm.kernels.hopper_prefill import launch as hopper
 from tiny_vllm.kernels.paged_context import gather_pages, gather_tokens, page_rows, token_rows
 from tiny_vllm.kernels.score_traits import LOG2_E, cap_scores, load_sinks
@@ -547,8 +547,7 @@ def attend_fast(
     """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere. pdl: see
     `triton_support`, for the former."""
     pages = page_table, query_starts, context_lens
-    is_fp8 = isinstance(k_cache, Fp8Cache) or isinstance(v_cache, Fp8Cache)
-    if hopper.is_hopper(q.device) and (hopper.TAKES_FP8_CACHES or not is_fp8):
+    if hopper.is_hopper(q.device):
         q = q.contiguous()
         if hopper.obstacle(q, k_cache, v_cache, scale, softcap) is None:
             attended = hopper.attend(

@@ -21,8 +21,6 @@ from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
 from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
 
-# Whether the engine has it read caches in FP8: not before a GPU has run and measured that.
-TAKES_FP8_CACHES = False
 # A wait in the kernel that lasts so long ends it with an error.
 WATCHDOG_SECONDS = 4
 LOG2_E = 1.4426950408889634
