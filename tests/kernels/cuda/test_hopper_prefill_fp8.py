@@ -248,8 +248,7 @@ def test_scales_at_an_odd_address_are_an_obstacle() -> None:
     assert found == "an address is no multiple of 16"
 
 
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_the_engine_asks_it_once_it_is_measured(is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_asks_it_for_caches_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     def note(kernel: str) -> Any:
@@ -259,11 +258,9 @@ def test_the_engine_asks_it_once_it_is_measured(is_taken: bool, monkeypatch: pyt
 
         return attend
 
-    assert not launch.TAKES_FP8_CACHES
-    monkeypatch.setattr(launch, "TAKES_FP8_CACHES", is_taken)
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "attend", note("hopper"))
     monkeypatch.setattr(prefill_attention, "attend_chunks", note("triton"))
     case = Case("tokens", torch.bfloat16)
     prefill_attention.attend_fast(case.q, case.k, case.v, *case.tables, 0.125)
-    assert taken == ["hopper" if is_taken else "triton"]
+    assert taken == ["hopper"]

@@ -21,6 +21,7 @@ from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
     MAX_ROWS,
+    MIN_GATED_ROWS,
     MIN_ROWS,
     SHARED_LIMIT,
     Variant,
@@ -148,10 +149,11 @@ SHAPES = [
     *((4096, 1024), (1024, 2048), (1024, 3072)),
 ]
 GATED_SHAPES = [(8192, 2048), (14336, 4096), (3072, 1024)]
-ALL_ROWS = (65, 96, 128, 129, 192, 200, 256)
+GATED_ROWS = (65, 96, 128, 129, 192, 200, 256)
+ALL_ROWS = (33, *GATED_ROWS)
 CHOSEN = sorted(
     {(choose_variant(rows, *shape).kernel, False) for rows in ALL_ROWS for shape in SHAPES}
-    | {(choose_variant(rows, *shape, True).kernel, True) for rows in ALL_ROWS for shape in GATED_SHAPES},
+    | {(choose_variant(rows, *shape, True).kernel, True) for rows in GATED_ROWS for shape in GATED_SHAPES},
     key=repr,
 )
 EXAMPLES = [
@@ -209,6 +211,7 @@ def test_a_choice_holds_all_rows_and_fits_into_a_multiprocessor(rows: int) -> No
 @pytest.mark.parametrize(
     ("rows", "shape", "gated", "fastest"),
     [
+        (64, (3072, 2048), False, Variant(1, 48, 2)),
         (96, (3072, 2048), False, Variant(1, 96, 2, 2)),
         (192, (2048, 2048), False, Variant(3, 48, 3)),
         (256, (2048, 8192), False, Variant(2, 96, 3, 2)),
@@ -248,8 +251,9 @@ def test_rows_are_a_tile_or_two_halves_that_share_weights(
     [
         (meta(99, 128, dtype=torch.float32), meta(2048, 128), False, r"torch\.float32 has no tensor cores"),
         (meta(99, 128, dtype=FP16), meta(2048, 128), False, r"torch\.bfloat16 is not that of the rows"),
-        (meta(MIN_ROWS - 1, 128), meta(2048, 128), False, "64 rows are not 65 to 256"),
-        (meta(MAX_ROWS + 1, 128), meta(2048, 128), False, "257 rows are not 65 to 256"),
+        (meta(MIN_ROWS - 1, 128), meta(2048, 128), False, "32 rows are not 33 to 256"),
+        (meta(MIN_GATED_ROWS - 1, 128), meta(2048, 128), True, "64 rows are not 65 to 256"),
+        (meta(MAX_ROWS + 1, 128), meta(2048, 128), False, "257 rows are not 33 to 256"),
         (meta(99, 96), meta(2048, 96), False, "96 terms are no multiple of 64"),
         (meta(99, 128), meta(1016, 128), False, "1016 rows of the matrix are fewer"),
         (meta(99, 128), meta(2052, 128), False, "2052 columns are no multiple of 8"),

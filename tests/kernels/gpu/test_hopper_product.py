@@ -14,6 +14,7 @@ from tests.kernels.gpu.test_hopper_linear import ROUNDING, TYPES, surrounded
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
+    MIN_GATED_ROWS,
     Variant,
     candidates,
     choose_variant,
@@ -29,12 +30,13 @@ from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (65, 100, 127, 128, 129, 192, 200, 256)
+ROWS = (33, 64, 65, 100, 127, 128, 129, 192, 200, 256)
+GATED_ROWS = tuple(rows for rows in ROWS if rows >= MIN_GATED_ROWS)
 # N, K: QKV, output and down of Llama-3.2-1B, down of Llama-3.1-8B, and what fills no tile.
 SHAPES = ((3072, 2048), (2048, 2048), (2048, 8192), (4096, 14336), (1048, 448))
 GATED_SHAPES = ((8192, 2048), (14336, 4096), (1048, 448))
 # Kernels that all must work, whatever is chosen.
-VARIANTS = sorted({v for rows in (65, 192, 256) for v in candidates(rows, 1048, 448, False)}, key=repr)
+VARIANTS = sorted({v for rows in (33, 65, 192, 256) for v in candidates(rows, 1048, 448, False)}, key=repr)
 OTHERS = (Variant(2, 64, 2, stages=2), Variant(2, 96, 3, 2, stages=3), Variant(1, 64))
 
 
@@ -46,8 +48,8 @@ def compiled() -> None:
     kernels = {
         (dtype, choose_variant(rows, *shape, gated).kernel, gated)
         for dtype in TYPES
-        for rows in ROWS
-        for gated, shapes in ((False, SHAPES), (True, GATED_SHAPES))
+        for gated, all_rows, shapes in ((False, ROWS, SHAPES), (True, GATED_ROWS, GATED_SHAPES))
+        for rows in all_rows
         for shape in shapes
     }
     kernels |= {(torch.bfloat16, v.fitted().kernel, False) for v in (*VARIANTS, *OTHERS)}
@@ -96,7 +98,7 @@ def test_parts_are_those_of_the_product_in_fp32(
 @pytest.mark.usefixtures("poisoned_results")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", GATED_SHAPES)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", GATED_ROWS)
 def test_gated_products_are_those_of_fp32_rounded_once(
     device: torch.device, rows: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -132,7 +134,7 @@ def test_writes_all_of_the_result_and_nothing_else(
     assert whole[size:].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [65, 256])
+@pytest.mark.parametrize("rows", [33, 65, 256])
 def test_repeats_itself_exactly(device: torch.device, rows: int) -> None:
     """Whatever copies and products overlap: sums have one order."""
     x, weight = make_case(rows, 2048, 8192, torch.bfloat16, device)
@@ -143,7 +145,7 @@ def test_repeats_itself_exactly(device: torch.device, rows: int) -> None:
         assert again is not None and first is not None and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("rows", [65, 192, 256])
+@pytest.mark.parametrize("rows", [33, 65, 192, 256])
 def test_a_graph_of_overlapping_kernels_replays_it_on_new_values(device: torch.device, rows: int) -> None:
     """The kernels before write x, and the one behind reads the parts, all launched early."""
     hidden, intermediate = 1024, 2048
