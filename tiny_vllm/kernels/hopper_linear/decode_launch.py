@@ -24,9 +24,9 @@ from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_ten
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
-# Rows it is for. With fewer, Triton's products read weights at nearly the full rate: gate and up of Llama-3.2-1B
-# with 64 rows take 18.8 us there, 21.7 here, the layer's others, with what follows, 25.5 and 24.2; with 32 rows
-# the latter 24.5 and 25.9. More were not measured.
+# Rows it is for. With fewer, Triton's products read weights at nearly the full rate: gate and up of
+# Llama-3.2-1B with 64 rows take 18.8 us there, 21.7 here, the layer's others, with what follows, 25.5 and
+# 24.2; with 32 rows the latter 24.5 and 25.9. More were not measured.
 MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 33, 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
