@@ -26,6 +26,8 @@ MAX_NUMBER = 2**50
 """No option has a use for more; arithmetic on it stays within 64 bits and finite."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = float(1 << 30)
+# From here on a step of 16,384 tokens costs a small part of the memory.
+LARGE_GPU_BYTES = 64 << 30
 
 
 def _option(default: Any, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -53,8 +55,17 @@ class EngineConfig:
     device: Device = _option("auto", "where to run; auto takes a GPU when there is one")
     seed: int = _option(0, "seed of dummy weights and of requests without a seed of their own", low=0)
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=2)
-    max_num_seqs: int | None = _option(None, "slots: sequences that run at the same time", low=1, high=65536)
-    max_num_batched_tokens: int | None = _option(None, "most tokens one step computes", low=1)
+    max_num_seqs: int | None = _option(
+        None,
+        "slots: sequences that run at the same time (GPU: 256, a server 192; CPU: 16)",
+        low=1,
+        high=65536,
+    )
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most tokens one step computes (GPU: 8192, a large one 16384, but not a server; CPU: 256)",
+        low=1,
+    )
     gpu_memory_utilization: float = _option(
         0.9, "share of the GPU's memory that weights, activations and pages may take", low=0.01, high=1.0
     )
@@ -318,13 +329,18 @@ def choose_fused_cpu_decode(
 
 
 def resolve(
-    config: EngineConfig, facts: ModelFacts, *, device: str, free_bytes: int | None
+    config: EngineConfig,
+    facts: ModelFacts,
+    *,
+    device: str,
+    free_bytes: int | None,
+    gpu_bytes: int | None,
 ) -> tuple[EngineConfig, tuple[Choice, ...]]:
     """Fill every "auto" once.
 
-    device: "cpu" or "cuda". free_bytes: GPU memory left for pages after weights and activations; None on a
-    CPU. Returns the complete config and the choices made, for the log. Raises ConfigError when the pool
-    could not hold a single page.
+    device: "cpu" or "cuda". free_bytes: GPU memory left for pages after weights and activations, of gpu_bytes
+    in all; None on a CPU. Returns the complete config and the choices made, for the log. Raises ConfigError
+    when the pool could not hold a single page.
     """
     on_gpu = device == "cuda"
     choices = [Choice("device", device, "as chosen"), choose_dtype(config.dtype, facts.dtype)]
@@ -338,10 +354,13 @@ def resolve(
         else:
             values[name] = given
 
-    _choose_batch_limits(config, choose, on_gpu)
-    # LOG.md has what benchmarks/arrivals.py and its predecessor found; the reason is what was found on a CPU.
-    measured = "measured: the same throughput, shorter longest gaps between tokens"
-    choose("prefill_policy", "mixed", "running requests go on while prompts run" if on_gpu else measured)
+    _choose_batch_limits(config, choose, gpu_bytes if on_gpu else None)
+    # LOG.md has what benchmarks/arrivals.py and its predecessor found.
+    if on_gpu:
+        choose("prefill_policy", "exclusive", "measured: the same throughput, earlier first tokens")
+    else:
+        reason = "measured: the same throughput, shorter longest gaps between tokens"
+        choose("prefill_policy", "mixed", reason)
     async_reason = "hides the host's work behind the GPU's" if on_gpu else "a CPU computes on the host"
     choose("async_scheduling", on_gpu, async_reason)
     choose("max_model_len", facts.default_model_len, "the model's context")
@@ -361,8 +380,21 @@ def resolve(
     return replace(config, **values), tuple(choices)
 
 
+def default_batch_limits(config: EngineConfig, gpu_bytes: int | None) -> tuple[int, int, str]:
+    """Slots, tokens of a step, and why. gpu_bytes: the GPU's memory; None: a CPU.
+
+    The largest steps compute prompts fastest. Whoever bounds how long prompts delay running requests, as a
+    server does, waits for tokens one by one: fewer slots and shorter steps bring each sooner (LOG.md has the
+    figures of an H200)."""
+    if gpu_bytes is None:
+        return 16, 256, "default for this device"
+    if config.max_prefill_tokens_per_decode is not None:
+        return 192, 8192, "default for this device where max_prefill_tokens_per_decode bounds waits"
+    return 256, 16384 if gpu_bytes >= LARGE_GPU_BYTES else 8192, "default for this device"
+
+
 def _choose_batch_limits(
-    config: EngineConfig, choose: Callable[[str, object, str], None], on_gpu: bool
+    config: EngineConfig, choose: Callable[[str, object, str], None], gpu_bytes: int | None
 ) -> None:
     """Slots and the token budget of a step; the budget must cover one token of every slot."""
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -372,9 +404,9 @@ def _choose_batch_limits(
             "advance every running sequence",
             hint="raise max_num_batched_tokens or lower max_num_seqs",
         )
-    default_seqs, default_tokens = (256, 8192) if on_gpu else (16, 256)
-    choose("max_num_seqs", min(default_seqs, tokens or default_seqs), "default for this device")
-    choose("max_num_batched_tokens", max(default_tokens, seqs or 0), "default for this device")
+    default_seqs, default_tokens, reason = default_batch_limits(config, gpu_bytes)
+    choose("max_num_seqs", min(default_seqs, tokens or default_seqs), reason)
+    choose("max_num_batched_tokens", max(default_tokens, seqs or 0), reason)
 
 
 def kv_bytes(num_values: int, head_dim: int, *, dtype: str, kv_cache_dtype: str) -> int:

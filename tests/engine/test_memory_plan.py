@@ -18,19 +18,29 @@ WEIGHT_BYTES = 134_515_008 * 2
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plan(plan_config: Any) -> Any:
     """Bytes planned for pages with so much memory taken by others."""
 
     def plan(taken: int = 0, **options: Any) -> int:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (TOTAL - taken, TOTAL))
+        num_pages = plan_config(TOTAL, taken, **options).num_pages
+        assert num_pages is not None
+        return num_pages * PAGE_BYTES
+
+    return plan
+
+
+@pytest.fixture
+def plan_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The complete config on a GPU with so many bytes, of which others have taken some."""
+
+    def plan_config(total: int, taken: int = 0, **options: Any) -> EngineConfig:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - taken, total))
         options = {"dtype": "bfloat16", "weight_tape": False, **options}
-        config = build.plan_engine(EngineConfig(load_format="dummy", device="cuda", **options)).config
-        assert config.num_pages is not None
-        return config.num_pages * PAGE_BYTES
+        return build.plan_engine(EngineConfig(load_format="dummy", device="cuda", **options)).config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    return plan
+    return plan_config
 
 
 def test_nine_tenths_of_the_memory_are_used_unless_told(plan: Any) -> None:
@@ -54,3 +64,31 @@ def test_a_step_of_fewer_tokens_leaves_more_for_pages(plan: Any) -> None:
 
 def test_no_more_pages_than_all_slots_can_fill(plan: Any) -> None:
     assert plan(max_num_seqs=2, max_model_len=100) == 2 * 7 * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "options", "expected"),
+    [
+        (20, {}, (256, 8192)),
+        (80, {}, (256, 16384)),
+        (80, {"max_prefill_tokens_per_decode": 4096}, (192, 8192)),
+        (80, {"max_num_seqs": 20_000}, (20_000, 20_000)),
+        (80, {"max_num_batched_tokens": 100}, (100, 100)),
+        (80, {"max_prefill_tokens_per_decode": 4096, "max_num_seqs": 256}, (256, 8192)),
+    ],
+)
+def test_slots_and_steps_suit_the_gpu_and_whether_anybody_waits_for_tokens(
+    plan_config: Any, gigabytes: int, options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    config = plan_config(gigabytes * GIB, **options)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+    assert config.prefill_policy == "exclusive"
+
+
+def test_the_memory_of_large_steps_is_planned(plan_config: Any) -> None:
+    # With more memory the pool would hold all that slots can, whatever a step takes.
+    tight = {"gpu_memory_utilization": 0.02}
+    more = plan_config(80 * GIB, max_num_batched_tokens=8192, **tight).num_pages
+    pages = plan_config(80 * GIB, **tight).num_pages
+    per_token = (4 * 576 + 2 * 960 + 3 * 1536) * 2
+    assert (more - pages) * PAGE_BYTES == pytest.approx(8192 * per_token, abs=PAGE_BYTES)

@@ -99,6 +99,7 @@ def test_planning_ahead_is_the_default_on_a_gpu_alone(
         facts,
         device=device,
         free_bytes=2**30 if device == "cuda" else None,
+        gpu_bytes=2**31 if device == "cuda" else None,
     )
     assert config.async_scheduling is (expected if asked is None else asked)
     assert any(choice.name == "async_scheduling" for choice in choices) == (asked is None)

@@ -21,6 +21,7 @@ from tiny_vllm.config import (
     choose_fused_cpu_decode,
     choose_kv_cache_dtype,
     choose_weight_tape,
+    default_batch_limits,
     page_bytes,
     resolve,
 )
@@ -77,8 +78,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
     _check_weights(config, str(device.value), dtype, weight_bytes)
-    free_bytes = None
+    free_bytes = gpu_bytes = None
     if device.value == "cuda":
+        gpu_bytes = torch.cuda.mem_get_info()[1]
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
     facts = ModelFacts(
         spec.dtype,
@@ -111,7 +113,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if free_bytes is not None and tape.value:
         free_bytes = max(free_bytes - copied_bytes, 0)
         held += f", their second copy ({copied_bytes / GIB:.2f} GiB, weight_tape)"
-    resolved, choices = resolve(config, facts, device=str(device.value), free_bytes=free_bytes)
+    resolved, choices = resolve(
+        config, facts, device=str(device.value), free_bytes=free_bytes, gpu_bytes=gpu_bytes
+    )
     choices = tuple(device if choice.name == "device" else choice for choice in choices)
     fused = choose_fused_cpu_decode(
         config.fused_cpu_decode,
@@ -298,11 +302,12 @@ def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, wei
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    tokens = config.max_num_batched_tokens or 8192
+    default_seqs, default_tokens, _ = default_batch_limits(config, total)
+    tokens = config.max_num_batched_tokens or default_tokens
     if not config.enforce_eager:
         # The graphs of small steps have memory of their own, which they share.
         tokens += MAX_ROWS
-    rows = max(config.max_num_seqs or 256, PROMPT_LOGPROBS_ROWS)
+    rows = max(config.max_num_seqs or default_seqs, PROMPT_LOGPROBS_ROWS)
     # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three
     # copies.
     activations = (

@@ -27,6 +27,7 @@ from tiny_vllm.kernels.hopper_linear.decode_launch import (
 )
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
+from tiny_vllm.kernels.tiled_linear import tiled_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -157,7 +158,10 @@ def test_a_graph_of_overlapping_kernels_replays_it_on_new_values(device: torch.d
     def run(pdl: bool) -> Tensor:
         hidden_rows, normed = finish_rows(residual.float().unsqueeze(0), residual, norm, 1e-5)
         for _ in range(8):
-            activated = gated_product(normed, gate_up, pdl)
+            if rows < MIN_GATED_ROWS:
+                activated = tiled_linear(normed, gate_up, gated=True, pdl=pdl)
+            else:
+                activated = gated_product(normed, gate_up, pdl)
             assert activated is not None
             parts = split_product(activated, down, pdl)
             assert parts is not None
