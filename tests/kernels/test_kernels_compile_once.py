@@ -27,6 +27,7 @@ from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.token_inputs import read_tokens
+from tiny_vllm.kernels.write_out import write_out
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
@@ -72,6 +73,14 @@ def test_operators_on_tokens() -> None:
         "_silu_and_mul_kernel": 1,
         "_rope_and_cache_kernel": 1,
     }
+
+
+def test_tokens_on_their_way_out() -> None:
+    with compiling() as kernels:
+        for num_tokens in NUM_SEQUENCES:
+            tokens = meta(num_tokens, dtype=torch.int64)
+            write_out(tokens, uploaded(num_tokens, num_tokens % 2))
+    assert count(kernels) == {"_write_out_kernel": 1}
 
 
 def test_prefill_attention() -> None:

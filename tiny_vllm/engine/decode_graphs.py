@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.slot_inputs import SlotState
+from tiny_vllm.kernels.write_out import write_out
 from tiny_vllm.models.decode_chain import DecodeChain
 
 MIN_CONTEXT_BUCKET = 1024
@@ -67,7 +68,7 @@ class DecodeGraphs:
 
     def draw(self, slots: Tensor, max_context_len: int, tokens: Tensor) -> None:
         result = self._run(slots, max_context_len, with_draw=True)
-        tokens.copy_(result[: slots.shape[0]], non_blocking=True)
+        write_out(result[: slots.shape[0]], tokens)
 
     def logits(self, slots: Tensor, max_context_len: int) -> Tensor:
         return self._run(slots, max_context_len, with_draw=False)[: slots.shape[0]]

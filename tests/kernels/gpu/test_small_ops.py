@@ -13,6 +13,7 @@ from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.token_inputs import _launch_read_tokens, read_tokens_ref
 from tiny_vllm.kernels.triton_support import INTERPRETED
+from tiny_vllm.kernels.write_out import _launch_write_out
 
 pytestmark = pytest.mark.gpu
 
@@ -168,3 +169,15 @@ def test_tokens_positions_and_cells_of_a_step_with_prompts(
     arguments = slots, tokens, positions, last_token, computed_len, page_table, page_size
     actual, expected = _launch_read_tokens(*arguments), read_tokens_ref(*arguments)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 64, 300])
+def test_tokens_are_written_to_the_host(device: torch.device, count: int) -> None:
+    """A part of a buffer that starts anywhere; what lies around it stays."""
+    source = torch.randint(-1, 1 << 40, (count,), device=device)
+    target = torch.full((count + 8,), -7, pin_memory=not INTERPRETED)
+    _launch_write_out(source, target[3 : 3 + count])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(target[3 : 3 + count], source.cpu())
+    assert (target[:3] == -7).all() and (target[3 + count :] == -7).all()
