@@ -43,7 +43,7 @@ constexpr float NOISE_UNIT = 0x1.fffffep-32f;
 constexpr float INVERSE_LOG_2 = 1.4426950408889634f, MAX_SHARPNESS = 3e38f;
 constexpr float ROUGH_LOSS = 0x1p-21f, ROUGHNESS = 0x1p-12f;
 constexpr float LOG2_OF_LOG_2 = -0.5287663729448977f;
-constexpr int CHUNK = 4, BATCH = 16;
+constexpr int CHUNK = 4;
 
 struct alignas(64) Params {
   TensorMap x, weight;  // boxes of 64 columns, ROWS and WEIGHT_SHARE rows
@@ -270,37 +270,27 @@ struct Consumer {
     float best = NEG_INF, next = NEG_INF, logit = NEG_INF;
     int column = 0;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i += BATCH, place += factor * (4 * BATCH)) {
-      const float* batch = sums + i * 2 + BELOW * 2;
-      float u[BATCH];
-      u32 open[BATCH / CHUNK];
+    for (int i = 0; i < COLUMNS / 4; i += CHUNK, place += factor * (4 * CHUNK)) {
+      const float* chunk = sums + i * 2 + BELOW * 2;
+      float u[CHUNK];
+      bool is_open = false;
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j) u[j] = uniform(place + (j / 2 * 8 + j % 2) * factor, row.key_low);
-#pragma unroll
-      for (int chunk = 0; chunk < BATCH / CHUNK; ++chunk) {
-        bool is_open = false;
-#pragma unroll
-        for (int j = chunk * CHUNK; j < (chunk + 1) * CHUNK; ++j)
-          is_open |= multiply_add(batch[j / 2 * 4 + j % 2] - base, sharpness, limit) >= log2_fast(u[j]);
-        open[chunk] = votes(is_open);
+      for (int j = 0; j < CHUNK; ++j) {
+        u[j] = uniform(place + (j / 2 * 8 + j % 2) * factor, row.key_low);
+        is_open |= multiply_add(chunk[j / 2 * 4 + j % 2] - base, sharpness, limit) >= log2_fast(u[j]);
       }
+      if (votes(is_open) == 0) continue;
 #pragma unroll
-      for (int chunk = 0; chunk < BATCH / CHUNK; ++chunk) {
-        if (open[chunk] == 0) continue;
-#pragma unroll
-        for (int j = chunk * CHUNK; j < (chunk + 1) * CHUNK; ++j) {
-          const float own = batch[j / 2 * 4 + j % 2];
-          const float score = multiply_add(own - base, sharpness, -rough_log2_of_time(u[j]));
-          const bool is_ahead = score > best;
-          next = fmaxf(next, fminf(best, score));
-          best = fmaxf(best, score);
-          logit = is_ahead ? own : logit;
-          column = is_ahead ? (i + j) / 2 * 8 + j % 2 : column;
-        }
+      for (int j = 0; j < CHUNK; ++j) {
+        const float own = chunk[j / 2 * 4 + j % 2];
+        const float score = multiply_add(own - base, sharpness, -rough_log2_of_time(u[j]));
+        const bool is_ahead = score > best;
+        next = fmaxf(next, fminf(best, score));
+        best = fmaxf(best, score);
+        logit = is_ahead ? own : logit;
+        column = is_ahead ? (i + j) / 2 * 8 + j % 2 : column;
       }
-      float ahead = fmaxf(best, exchange(best, 1));
-      ahead = fmaxf(ahead, exchange(ahead, 2));
-      limit = LOG2_OF_LOG_2 + 2 * ROUGHNESS - fmaxf(lead, ahead);
+      limit = LOG2_OF_LOG_2 + 2 * ROUGHNESS - fmaxf(lead, best);
     }
     int winner = first + column;
 #pragma unroll
