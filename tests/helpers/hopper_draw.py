@@ -92,15 +92,10 @@ def find_winners(logits: Tensor, temperature: Tensor, keys: Tensor) -> TileWinne
     return TileWinners(torch.cat(maxima, 1), torch.cat(won, 1), torch.cat(winners, 1))
 
 
-def score_winners(found: TileWinners, temperature: Tensor, keys: Tensor) -> Tensor:
-    """[M, tiles] FP32, relative to a row's largest logit. temperature: one per row."""
-    maximum, heat = found.maxima.amax(-1, keepdim=True), temperature[:, None]
-    noise = log_race_times(keys, found.winners)
-    return (found.logits - maximum) / heat.where(heat > 0, 1.0) - noise.where(heat > 0, 0.0)
-
-
 def join_winners(found: TileWinners, temperature: Tensor, keys: Tensor) -> Tensor:
     """As `join_tiles`, as torch operators. temperature: one per row."""
-    winner = score_winners(found, temperature, keys).argmax(-1, keepdim=True)
-    is_valid = found.maxima.amax(-1).isfinite()
-    return found.winners.gather(-1, winner)[:, 0].where(is_valid, -1).long()
+    maximum, heat = found.maxima.amax(-1, keepdim=True), temperature[:, None]
+    noise = log_race_times(keys, found.winners)
+    scores = (found.logits - maximum) / heat.where(heat > 0, 1.0) - noise.where(heat > 0, 0.0)
+    tokens = found.winners.gather(-1, scores.argmax(-1, keepdim=True))
+    return tokens.where(maximum.isfinite(), -1)[:, 0].long()

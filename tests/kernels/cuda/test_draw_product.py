@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.cubin import resource_usage
-from tests.helpers.hopper_draw import draw_emulated, find_winners, join_winners, score_winners
+from tests.helpers.hopper_draw import draw_emulated, find_winners, join_winners
 from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import meta, missing_tools
 from tests.kernels.cuda.test_hopper_linear import find_loop
@@ -92,19 +92,13 @@ def check(
     form = choose_form(len(x))
     logits = x.float() @ weight.float().T
     expected = find_winners(logits, temperature, keys)
-    scores = score_winners(expected, temperature, keys)
-    is_ahead = (scores == scores.cummax(-1).values) | (temperature == 0)[:, None]
     tokens = draw_tokens_ref(logits, temperature, keys)
     for seed in seeds:
         found = draw_emulated(
             x, weight, temperature, keys, None, form, clusters=clusters, seed=seed, mistake=mistake
         )
-        torch.testing.assert_close(found.maxima, expected.maxima, rtol=0, atol=0)
-        # Tiles that are not ahead of all before them may have lost without a race.
-        for name in ("logits", "winners"):
-            actual, wanted = getattr(found, name), getattr(expected, name)
-            torch.testing.assert_close(actual[is_ahead], wanted[is_ahead], rtol=0, atol=0)
-        assert ((found.winners >= 0) & (found.winners < len(weight))).all()
+        for name in ("maxima", "logits", "winners"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
         assert torch.equal(join_winners(found, temperature, keys), tokens)
 
 
@@ -166,36 +160,6 @@ def test_tokens_that_come_in_together_are_told_apart() -> None:
     check_pairs()
 
 
-def check_leads(temperature: float, step: float, **options: Any) -> None:
-    """step: from a tile's logits to the next one's."""
-    logits = 3 * torch.randn(64, 1100) + step * (torch.arange(1100) // COLUMNS)
-    logits[::5] *= 1000
-    x, weight = with_logits(logits.bfloat16())
-    check(x, weight, torch.full((64,), temperature), keys_of(64), **options)
-
-
-@needs_compiler
-@pytest.mark.parametrize("step", [-3.0, 3.0])
-@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1.0, 1e20])
-def test_leads_hold_whatever_a_later_tiles_logits_are_relative_to(temperature: float, step: float) -> None:
-    check_leads(temperature, step)
-
-
-MISTAKES_OF_LEADS = {
-    "leads_stay_relative_to_another_base": ("row.lead + (row.lead_base - base) * sharpness", "row.lead"),
-    "tokens_are_passed_over_too_early": ("- base, sharpness, limit) >=", "- base, sharpness, limit - 1) >="),
-}
-
-
-@pytest.mark.exhaustive
-@needs_compiler
-@pytest.mark.parametrize("name", MISTAKES_OF_LEADS)
-def test_mistakes_with_leads_are_noticed(name: str) -> None:
-    with pytest.raises(AssertionError):
-        for step in (-3.0, 3.0):
-            check_leads(1.0, step, mistake=MISTAKES_OF_LEADS[name])
-
-
 @needs_compiler
 def test_the_lowest_of_equal_logits_wins_without_a_temperature() -> None:
     logits = torch.randint(0, 3, (64, 700)).float()
@@ -234,8 +198,8 @@ def test_temperatures_belong_to_slots_and_padding_has_none() -> None:
     heat = torch.cat((temperature, torch.zeros(1)))[slots]
     keys = keys_of(rows)
     found = draw_emulated(x, weight, temperature, keys, slots, choose_form(rows))
-    tokens = draw_tokens_ref(x.float() @ weight.float().T, heat, keys)
-    assert torch.equal(join_winners(found, heat, keys), tokens)
+    expected = find_winners(x.float() @ weight.float().T, heat, keys)
+    assert torch.equal(found.winners, expected.winners)
 
 
 MISTAKES = {
@@ -313,8 +277,8 @@ def test_products_run_beside_one_another_and_nothing_spills(
     first = int(products[0][0][1:])
     others = re.sub(r"HGMMA[^;]+;", "", loop)
     assert not {int(number) for number in re.findall(r"\bR(\d+)", others)} & set(range(first, first + 128))
-    # One logarithm tells which of a thread's logits are behind, two are a rough time; and few beside.
-    assert 3 * 128 <= len(re.findall(r"MUFU\.LG2", text)) <= 3 * 128 + 16
+    # Two rough logarithms for each of a thread's logits, and few beside.
+    assert 2 * 128 <= len(re.findall(r"MUFU\.LG2", text)) <= 2 * 128 + 16
 
 
 def test_blocks_fit_into_a_multiprocessor() -> None:

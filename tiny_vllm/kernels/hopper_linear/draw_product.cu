@@ -18,13 +18,6 @@
 // r in sums[4 g], [4 g + 1], row r + 8 in [4 g + 2], [4 g + 3]. A row's race runs on rough times. Where its
 // first two come in close together, its logits go through shared memory to all lanes, for the exact times.
 //
-// A time is at least its u, so one logarithm tells the best that a token can come to. Only where that is not
-// behind the lead, that of the warpgroup's earlier tiles included, is the time computed, for CHUNK columns of
-// a thread at once. A logit takes 16 instructions where it is not and 32 where it is; 28 if all were
-// computed. Of random logits 98, 41, 23 and 18 % are in a warpgroup's first four tiles, 8 % in the eighth. A
-// tile that does not take the lead may so have another winner than it would have alone, or none, whose logit
-// is -inf; the row's token is the same.
-//
 // Macros: HALF (float16 instead of bfloat16), ALTERNATE, CLUSTER (1 or 2 blocks), STAGES, PRODUCER_REGISTERS,
 // CONSUMER_REGISTERS, WATCHDOG_NS.
 
@@ -42,8 +35,6 @@ constexpr u32 GOLDEN = 0x9E3779B1, MIX_A = 0x7FEB352D, MIX_B = 0x846CA68B;
 constexpr float NOISE_UNIT = 0x1.fffffep-32f;
 constexpr float INVERSE_LOG_2 = 1.4426950408889634f, MAX_SHARPNESS = 3e38f;
 constexpr float ROUGH_LOSS = 0x1p-21f, ROUGHNESS = 0x1p-12f;
-constexpr float LOG2_OF_LOG_2 = -0.5287663729448977f;
-constexpr int CHUNK = 4;
 
 struct alignas(64) Params {
   TensorMap x, weight;  // boxes of 64 columns, ROWS and WEIGHT_SHARE rows
@@ -146,11 +137,8 @@ struct Row {
 
   float maximum, logit;
   int winner;
-  // The highest score of earlier tiles, rough, and what it is relative to.
-  float lead, lead_base;
 
-  DEV Row(const Params& p, int index)
-      : index(index), temperature(0), key_low(0), key_high(0), lead(NEG_INF), lead_base(NEG_INF) {
+  DEV Row(const Params& p, int index) : index(index), temperature(0), key_low(0), key_high(0) {
     if (index >= p.rows) return;
     const i64 entry = p.slots ? load_constant(p.slots + index) : index;
     if (entry < p.num_slots) temperature = load_constant(p.temperature + entry);
@@ -255,43 +243,27 @@ struct Consumer {
   }
 
   // The row's race. True: it must be run by exact times.
-  //
-  // A token is passed over if it is behind by twice ROUGHNESS even with the time u: once for what the lead
-  // may be off by, once so that none is missing which is close to the winner. Where scores are so large that
-  // they are off by more, tokens are behind by still more.
   template <int BELOW>
   DEV bool race(int first) {
     Row& row = rows[BELOW];
     const float base = row.base(), sharpness = fminf(INVERSE_LOG_2 / row.temperature, MAX_SHARPNESS);
-    const float lead = row.is_random() ? row.lead + (row.lead_base - base) * sharpness : -NEG_INF;
     const u32 factor = row.key_high | 1;
     u32 place = place_of(first, row.key_high);
-    float limit = LOG2_OF_LOG_2 + 2 * ROUGHNESS - lead;
     float best = NEG_INF, next = NEG_INF, logit = NEG_INF;
     int column = 0;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i += CHUNK, place += factor * (4 * CHUNK)) {
-      const float* chunk = sums + i * 2 + BELOW * 2;
-      float u[CHUNK];
-      bool is_open = false;
+    for (int group = 0; group < GROUPS; ++group, place += factor * 8)
 #pragma unroll
-      for (int j = 0; j < CHUNK; ++j) {
-        u[j] = uniform(place + (j / 2 * 8 + j % 2) * factor, row.key_low);
-        is_open |= multiply_add(chunk[j / 2 * 4 + j % 2] - base, sharpness, limit) >= log2_fast(u[j]);
-      }
-      if (votes(is_open) == 0) continue;
-#pragma unroll
-      for (int j = 0; j < CHUNK; ++j) {
-        const float own = chunk[j / 2 * 4 + j % 2];
-        const float score = multiply_add(own - base, sharpness, -rough_log2_of_time(u[j]));
+      for (int odd = 0; odd < 2; ++odd) {
+        const float own = sums[group * 4 + BELOW * 2 + odd];
+        const float time = rough_log2_of_time(uniform(place + odd * factor, row.key_low));
+        const float score = multiply_add(own - base, sharpness, -time);
         const bool is_ahead = score > best;
         next = fmaxf(next, fminf(best, score));
         best = fmaxf(best, score);
         logit = is_ahead ? own : logit;
-        column = is_ahead ? (i + j) / 2 * 8 + j % 2 : column;
+        column = is_ahead ? group * 8 + odd : column;
       }
-      limit = LOG2_OF_LOG_2 + 2 * ROUGHNESS - fmaxf(lead, best);
-    }
     int winner = first + column;
 #pragma unroll
     for (int mask = 1; mask <= 2; mask *= 2) {
@@ -300,11 +272,8 @@ struct Consumer {
       next = fmaxf(fmaxf(next, exchange(next, mask)), fminf(best, other));
       if (other > best) best = other, logit = other_logit, winner = other_winner;
     }
-    if (!row.is_random()) return false;
-    row.winner = winner, row.logit = logit;
-    const bool is_contested = best >= lead - ROUGHNESS && !(next < best - ROUGHNESS);
-    if (best > lead) row.lead = best, row.lead_base = base;
-    return is_contested;
+    if (row.is_random()) row.winner = winner, row.logit = logit;
+    return row.is_random() && !(next < best - ROUGHNESS);
   }
 
   // The race of the row that lanes `leader` .. `leader` + 3 have, by exact times.
