@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, on what comes
-beside its body, and on connections; parts of a body that are written without waiting."""
+"""uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, on what
+comes beside its body, and on connections; parts of a body that are written without waiting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed when the head of a request comes too slowly or is too long, or what comes
     beside a body in chunks is. After a request that came in the same piece, a head may be longer by a piece.
 
-    Trailers are dropped: nothing here reads them. A client that hangs up is noticed also while requests of its own wait behind the one being answered.
+    Trailers are dropped: nothing here reads them. A client that hangs up is noticed also while requests of
+    its own wait behind the one being answered.
 
     head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
     """
