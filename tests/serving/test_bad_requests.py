@@ -283,7 +283,7 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt number": ({"prompt": 5}, "prompt must be a string, token ids, or a list of either, not 5"),
     "prompt empty list": (
         {"prompt": []},
-        "the prompt is empty: prompt is a list without entries\nhint: send text, token ids, or a list of either",
+        "the prompt is empty: prompt is a list without entries\nhint: send text, token ids, or a list",
     ),
     "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
     "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),
