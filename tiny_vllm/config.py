@@ -48,7 +48,11 @@ class EngineConfig:
         "sampling parameters that requests leave out; auto: as the model's generation_config.json says, "
         "none: OpenAI's defaults",
     )
-    dtype: DType = _option("auto", "type of weights, activations and KV cache")
+    dtype: DType = _option(
+        "auto",
+        "type of weights, activations and KV cache; auto: the checkpoint's, or float32 where it fits on a "
+        "CPU without BF16 instructions",
+    )
     kv_cache_dtype: KVCacheDType = _option(
         "auto", "auto: as dtype; fp8 (e4m3) halves the KV cache at some loss of accuracy"
     )
@@ -220,7 +224,6 @@ class ModelFacts:
     heads of head_dim.
     """
 
-    dtype: str
     max_position_embeddings: int
     default_model_len: int
     kv_values_per_token: int
@@ -332,18 +335,19 @@ def resolve(
     config: EngineConfig,
     facts: ModelFacts,
     *,
-    device: str,
+    device: Choice,
+    dtype: Choice,
     free_bytes: int | None,
     gpu_bytes: int | None,
 ) -> tuple[EngineConfig, tuple[Choice, ...]]:
     """Fill every "auto" once.
 
-    device: "cpu" or "cuda". free_bytes: GPU memory left for pages after weights and activations, of gpu_bytes
-    in all; None on a CPU. Returns the complete config and the choices made, for the log. Raises ConfigError
-    when the pool could not hold a single page.
+    device, dtype: chosen before. free_bytes: GPU memory left for pages after weights and activations, of
+    gpu_bytes in all; None on a CPU. Returns the complete config and the choices made, for the log. Raises
+    ConfigError when the pool could not hold a single page.
     """
-    on_gpu = device == "cuda"
-    choices = [Choice("device", device, "as chosen"), choose_dtype(config.dtype, facts.dtype)]
+    on_gpu = device.value == "cuda"
+    choices = [device, dtype]
     values: dict[str, Any] = {choice.name: choice.value for choice in choices}
 
     def choose(name: str, value: object, reason: str) -> None:

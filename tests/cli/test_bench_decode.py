@@ -12,6 +12,7 @@ from tiny_vllm.cli.decode_workload import DecodeModel, DecodeWorkload
 from tiny_vllm.cli.machine import ReadLimit, measure_read_limit, step_bytes
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine import build
 from tiny_vllm.engine.build import plan_engine
 from tiny_vllm.weights.load import load_weights
 
@@ -34,8 +35,10 @@ FAST = ("--batch-sizes", "1,3", "--contexts", "9,30", "--num-steps", "4", "--num
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A directory with nothing but a tiny configuration; the read limit is not measured."""
+    """A directory with nothing but a tiny configuration of BF16, which counts; the read limit is not
+    measured."""
     monkeypatch.setattr(bench_rows, "measure_read_limit", lambda device: LIMIT)
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: True)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -51,7 +54,15 @@ def report_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return report
 
 
-def test_every_batch_and_context_gets_a_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_every_batch_and_context_gets_a_line(
+    has_bf16: bool,
+    dtype: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: has_bf16)
     assert bench(model, "--json", "-", "--device", "cpu") == 0
     report = report_of(capsys)
     assert [(row["batch_size"], row["context"]) for row in report["rows"]] == [
@@ -65,7 +76,7 @@ def test_every_batch_and_context_gets_a_line(model: str, capsys: pytest.CaptureF
         assert row["measure"] == "step"
         assert row["us_per_token"] * row["batch_size"] == pytest.approx(row["us_per_step"])
         # Four steps, so the context is longer by 1.5 on average.
-        num_bytes = step_bytes(spec, "bfloat16", row["batch_size"], row["context"] + 1.5)
+        num_bytes = step_bytes(spec, dtype, row["batch_size"], row["context"] + 1.5)
         assert row["gb_per_s"] * row["us_per_step"] * 1e3 == pytest.approx(num_bytes)
         assert row["share"] == pytest.approx(row["gb_per_s"] / 2)
 

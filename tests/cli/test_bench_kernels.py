@@ -10,6 +10,7 @@ import torch
 from tests.cli.test_bench_decode import CONFIG, LIMIT
 from tiny_vllm.cli import bench_rows, kernel_cases
 from tiny_vllm.cli.main import main
+from tiny_vllm.engine import build
 
 BATCHES = (1, 3)
 CONTEXTS = (9, 30)
@@ -28,6 +29,8 @@ def bench(
 ) -> dict[str, Any]:
     monkeypatch.setattr(bench_rows, "measure_read_limit", lambda device: LIMIT)
     monkeypatch.setattr(kernel_cases, "COLD_BYTES", cold_bytes)
+    # The model's type counts, which is BF16.
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: True)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     path = tmp_path / "report.json"
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--device", device]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tiny_vllm import LLM, SamplingParams
-from tiny_vllm.cli import session
+from tiny_vllm.cli import bench_report, session
 from tiny_vllm.cli.main import main
+from tiny_vllm.config import DTYPE_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,23 +90,41 @@ def test_the_demo_shows_shared_pages_in_the_middle_and_cached_ones_at_the_end(
     assert (stats.num_used_pages, stats.num_running, stats.num_waiting) == (0, 0, 0)
 
 
-def test_bench_measures_the_real_engine(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_the_real_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A measured limit depends on who else reads memory at that moment.
+    monkeypatch.setattr(bench_report, "measure_read_bandwidth", lambda device: 1e15)
     workload = ["--input-len", "8", "--output-len", "4", "--num-iters", "1"]
     assert main(["bench", "latency", *workload, "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
+    # Every parameter once, and keys and values of 30 layers, 3 heads of 64, and 8 to 13 tokens.
+    values = 134_515_008 + 10.5 * 2 * 30 * 3 * 64
+    assert report["limit"]["bytes_per_token"] == values * DTYPE_BYTES[llm.config.dtype]
+    rate = report["results"]["decode_tokens_per_second"]
+    assert report["limit"]["share"] == pytest.approx(rate * report["limit"]["bytes_per_token"] / 1e15)
     assert 0 < report["limit"]["share"] < 1
     assert report["results"]["time_to_first_token_ms"]["mean"] > 0
 
 
+@pytest.mark.parametrize(
+    ("has_bf16", "reason"),
+    [
+        (True, "bfloat16  (the checkpoint's own type)"),
+        (False, "float32  (faster: this CPU has no BF16 instructions)"),
+    ],
+)
 def test_info_explains_its_choices_without_loading_weights(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_bf16: bool, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tiny_vllm.engine.build.load_weights", None)
-    assert main(["info", "--num-pages", "100"]) == 0
+    monkeypatch.setattr("tiny_vllm.engine.build._has_bf16_instructions", lambda: has_bf16)
+    monkeypatch.setattr("tiny_vllm.engine.build._available_bytes", lambda: 4 << 30)
+    assert main(["info", "--num-pages", "100", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "SmolLM2-135M-Instruct" in out
     assert "100 pages" in out
-    assert "(the checkpoint's own type)" in out
+    assert reason in out
 
 
 def test_a_prompt_beyond_the_context_is_refused(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

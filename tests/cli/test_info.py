@@ -84,6 +84,10 @@ def lose_weights(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
 
 
+def name_an_unknown_architecture(directory: Path) -> None:
+    edit_json(directory / "config.json", architectures=["NoSuchModelForCausalLM"])
+
+
 def spoil_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}")
 
@@ -104,14 +108,15 @@ def leave_as_it_is(directory: Path) -> None:
     ("change", "options", "is_model_known"),
     [
         (quantise, [], False),
-        (store_eight_bits, [], False),
-        (lose_weights, [], False),
+        (name_an_unknown_architecture, [], False),
+        (store_eight_bits, [], True),
+        (lose_weights, [], True),
         (spoil_tokenizer, [], True),
         (keep_sentencepiece_alone, [], True),
         (recommend_nonsense, [], True),
         (leave_as_it_is, ["--max-model-len", "512"], True),
         (leave_as_it_is, ["--num-pages", "1000000000"], True),
-        (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"], False),
+        (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"], True),
     ],
 )
 def test_what_loading_would_refuse_is_said_in_the_same_words(
@@ -131,7 +136,26 @@ def test_what_loading_would_refuse_is_said_in_the_same_words(
     assert main(["generate", "x", *arguments]) == 2
     assert said.err == capsys.readouterr().err
     assert said.err.startswith("error: ")
-    assert said.out.startswith("model\n") if is_model_known else said.out == ""
+    assert said.out.startswith("machine\n  device  ")
+    assert ("\nmodel\n" in said.out, "\nmemory\n" in said.out) == (is_model_known, is_model_known)
+
+
+def test_a_directory_without_weights_is_planned_by_its_config(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
+    command = ["info", str(checkpoint), "--num-pages", "9"]
+
+    def shown() -> list[str]:
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if "free_memory_bytes" not in line]
+
+    assert main(command) == 0
+    with_weights = shown()
+    assert {"machine", "model", "memory", "options"} <= set(with_weights)
+    lose_weights(checkpoint)
+    assert main(command) == 1
+    assert shown() == with_weights
 
 
 def test_a_model_that_is_too_large_for_this_machine_is_shown_all_the_same(

@@ -9,6 +9,7 @@ import torch
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine import build
+from tiny_vllm.engine.build import EnginePlan
 from tiny_vllm.errors import ConfigError
 
 MIB = 1 << 20
@@ -67,3 +68,101 @@ def test_weights_that_exceed_the_gpus_memory_are_refused_in_their_own_words(
         "(gpu_memory_utilization is 0.5)"
     )
     assert error.hint == hint
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool, available: int, **options: Any) -> EnginePlan:
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: has_bf16)
+    monkeypatch.setattr(build, "_available_bytes", lambda: available)
+    return build.plan_engine(EngineConfig(load_format="dummy", **{"device": "cpu", **options}))
+
+
+def dtype_and_reason(plan: EnginePlan) -> tuple[str, str]:
+    (choice,) = (choice for choice in plan.choices if choice.name == "dtype")
+    assert choice.value == plan.config.dtype
+    return plan.config.dtype, choice.reason
+
+
+# The bundled model in FP32, with the page pool that a CPU has by default.
+WIDE_BYTES = 134_515_008 * 4 + 1456 * 2 * 30 * 3 * 64 * 4 * 16
+
+
+def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, has_bf16=False, available=8 << 30)
+    assert dtype_and_reason(plan) == ("float32", "faster: this CPU has no BF16 instructions")
+    assert plan.weight_bytes == 134_515_008 * 4
+    # The pool has the same bytes as ever.
+    assert plan.config.num_pages == (1 << 30) // (2 * 30 * 3 * 64 * 4 * 16)
+    assert dtype_and_reason(planned(monkeypatch, has_bf16=True, available=8 << 30)) == (
+        "bfloat16",
+        "the checkpoint's own type",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_type_that_is_asked_for_is_taken_without_bf16_instructions(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, has_bf16=False, available=8 << 30, dtype=dtype)
+    assert dtype_and_reason(plan) == (dtype, "as asked")
+
+
+def test_fp32_is_not_taken_where_weights_and_pages_need_more_memory_than_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = dict(has_bf16=False, num_pages=1456, max_model_len=64, max_num_seqs=1)
+    tables = 64 * 64 * 4 * 3  # of angles, and page numbers
+    assert planned(monkeypatch, available=WIDE_BYTES + tables, **options).config.dtype == "float32"
+    plan = planned(monkeypatch, available=WIDE_BYTES - 1, **options)
+    dtype, reason = dtype_and_reason(plan)
+    assert (dtype, plan.weight_bytes) == ("bfloat16", 134_515_008 * 2)
+    assert reason == (
+        "the checkpoint's own type, although this CPU has no BF16 instructions: in FP32 the page pool needs "
+        "1.00 GiB (1456 pages), but beside the weights (0.50 GiB) and a step's activations 1.00 GiB are "
+        "available"
+    )
+    # Where not even the weights fit.
+    dtype, reason = dtype_and_reason(planned(monkeypatch, **{**options, "num_pages": 9}, available=300 * MIB))
+    assert dtype == "bfloat16" and reason.endswith(
+        ": in FP32 the weights need 0.50 GiB in float32, but 0.29 GiB of memory are available"
+    )
+
+
+def test_fp32_is_not_taken_where_the_pool_would_hold_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = 2 * 30 * 3 * 64 * 2 * 16
+    plan = planned(monkeypatch, has_bf16=False, available=8 << 30, kv_cache_memory_bytes=page)
+    dtype, reason = dtype_and_reason(plan)
+    assert (dtype, plan.config.num_pages) == ("bfloat16", 1)
+    assert ": in FP32 no room for the KV cache: " in reason
+
+
+def test_fp32_is_not_taken_on_a_guess_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dtype_and_reason(planned(monkeypatch, has_bf16=False, available=0)) == (
+        "bfloat16",
+        "the checkpoint's own type, although this CPU has no BF16 instructions: how much memory is "
+        "available is unknown",
+    )
+
+
+def test_what_fits_in_no_type_is_refused_in_the_checkpoints_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as error:
+        planned(monkeypatch, has_bf16=False, available=100 * MIB)
+    assert error.value.message.startswith("the weights need 0.25 GiB in bfloat16")
+    assert error.value.__context__ is None
+
+
+@pytest.mark.parametrize("has_mkldnn", [True, False])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bf16_instructions_are_those_that_torch_uses(
+    has_bf16: bool, has_mkldnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_mkldnn)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert build._has_bf16_instructions() == (has_bf16 and has_mkldnn)
+
+
+def test_a_gpu_takes_the_checkpoints_type_whatever_the_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 20 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    plan = planned(monkeypatch, has_bf16=False, available=8 << 30, device="cuda", weight_tape=False)
+    assert dtype_and_reason(plan) == ("bfloat16", "the checkpoint's own type")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiny_vllm.config import EngineConfig, ModelFacts, resolve
+from tiny_vllm.config import Choice, EngineConfig, ModelFacts, resolve
 from tiny_vllm.engine.transfers import MIN_BUFFER_SIZE, BufferPool, PlainTransfers, Upload
 
 CPU = torch.device("cpu")
@@ -93,11 +93,12 @@ def test_a_buffer_that_became_too_small_is_replaced() -> None:
 def test_planning_ahead_is_the_default_on_a_gpu_alone(
     device: str, expected: bool, asked: bool | None
 ) -> None:
-    facts = ModelFacts("float32", 128, 128, 1000, 10)
+    facts = ModelFacts(128, 128, 1000, 10)
     config, choices = resolve(
         EngineConfig(async_scheduling=asked),
         facts,
-        device=device,
+        device=Choice("device", device, "as asked"),
+        dtype=Choice("dtype", "float32", "as asked"),
         free_bytes=2**30 if device == "cuda" else None,
         gpu_bytes=2**31 if device == "cuda" else None,
     )

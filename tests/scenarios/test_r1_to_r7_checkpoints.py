@@ -14,6 +14,7 @@ from tests.helpers.oracle import all_logits
 from tests.helpers.tiny_families import WINDOW, make_tiny_model
 from tests.helpers.tiny_models import edit_json, make_tiny_llama, save_tiny_llama
 from tiny_vllm import LLM, ModelError, SamplingParams
+from tiny_vllm.engine import build
 
 NUM_TOKENS = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
@@ -78,13 +79,29 @@ def test_r4_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("declared", ["float16", "bfloat16", "float32"])
 def test_r6_auto_computes_in_the_type_that_is_stored(
-    stored: torch.dtype, key: str, declared: str, tmp_path: Path
+    stored: torch.dtype, key: str, declared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: True)
     directory = save_tiny_llama(tmp_path, make_tiny_llama(), dtype=stored, tokenizer=False)
     edit_json(directory / "config.json", **{"dtype": None, key: declared})
     with LLM(str(directory), num_pages=16) as llm:
         assert f"torch.{llm.config.dtype}" == str(stored)
         assert any(choice.name == "dtype" and "checkpoint's own" in choice.reason for choice in llm.choices)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_r6_a_cpu_without_instructions_for_the_stored_type_computes_in_fp32(
+    stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those that are stored: the tokens are transformers' with them in FP32."""
+    monkeypatch.setattr(build, "_has_bf16_instructions", lambda: False)
+    model = make_tiny_llama()
+    directory = save_tiny_llama(tmp_path, model, dtype=stored, tokenizer=False)
+    with LLM(str(directory), device="cpu", num_pages=16) as llm:
+        assert llm.config.dtype == "float32"
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(stored).float()
+        assert_follows(model, llm, [5, 6, 7])
 
 
 def test_r6_activations_beyond_float16_are_an_error_and_no_text(tmp_path: Path) -> None:

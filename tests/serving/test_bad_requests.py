@@ -15,6 +15,7 @@ import pytest
 from tests.serving.stub_engine import BAD_LOGITS
 from tests.serving.support import RunningServer, assert_once_below, running_server
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
+from tiny_vllm.serving.protocol import MAX_HEAD_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,75 @@ def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> 
         ([b"GET /" + b"z" * 50_000, b"z" * 50_000, b"z"], b"431"),
         # Refused without waiting for more of it, which may not come.
         ([b"GET /" + b"z" * 66_000], b"431"),
+        # Whole heads in one piece.
+        ([b"GET /version?" + b"z" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"], b"431"),
+        ([head_of(MAX_HEAD_BYTES + 1)], b"431"),
+        ([head_of(70_000)], b"431"),
+        ([head_of(200_000)], b"431"),
     ):
         head, _, body = exchange(server, *parts).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 " + status)
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert status != b"431" or str(MAX_HEAD_BYTES) in error["message"]
+
+
+def head_of(num_bytes: int) -> bytes:
+    """A request without a body."""
+    head = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: %b\r\n\r\n"
+    return head % (b"y" * (num_bytes - len(head) + 2))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 9])
+def test_a_head_as_long_as_the_limit_is_taken(server: RunningServer, num_parts: int) -> None:
+    whole = head_of(MAX_HEAD_BYTES)
+    assert len(whole) == MAX_HEAD_BYTES
+    size = -(-len(whole) // num_parts)
+    parts = (whole[start : start + size] for start in range(0, len(whole), size))
+    assert exchange(server, *parts).startswith(b"HTTP/1.1 200 ")
+
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+JSON = b'{"prompt": [5], "max_tokens": 2}'
+
+
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [
+        (b"", b"1;x=" + b"y" * 70_000),
+        (b"", (b"1;" + b"x" * 40 + b"\r\n \r\n") * 3000),
+        (b"", b"0" * 70_000),
+        (b"0\r\n", b"x: " + b"y" * 70_000),
+        (b"%x\r\n%b\r\n0\r\n" % (len(JSON), JSON), b"x: y\r\n" * 12_000),
+    ],
+    ids=["an extension", "many extensions", "zeros of a size", "a trailer", "many trailers"],
+)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_what_comes_beside_a_chunked_body_has_a_limit(
+    server: RunningServer, start: bytes, endless: bytes, in_pieces: bool
+) -> None:
+    parts = [endless[at : at + 9000] for at in range(0, len(endless), 9000)] if in_pieces else [endless]
+    head, _, body = exchange(server, CHUNKED + start, *parts).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert f"longer than {MAX_HEAD_BYTES} bytes" in error["message"] and "chunk" in error["message"]
+
+
+def test_chunks_of_one_byte_are_no_fault_and_trailers_no_headers(server: RunningServer) -> None:
+    # Of 20,000 chunks the sizes and line ends alone are 100,000 bytes.
+    body = JSON.ljust(20_000)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nx-priority: none\r\n\r\n"
+    assert exchange(server, CHUNKED + chunks).startswith(b"HTTP/1.1 200 ")
+    one = b"%x;name=value\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON)
+    assert exchange(server, CHUNKED + one).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_endless_trailer_after_the_answer_ends_the_connection(server: RunningServer) -> None:
+    """Its request was refused without being read; a second answer would be taken for that of a next one."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    answers = exchange(server, head, b"0\r\nx: " + b"y" * 70_000)
+    assert answers.startswith(b"HTTP/1.1 415 ") and answers.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_later_head_of_a_connection_is_limited_as_its_first(server: RunningServer) -> None:
@@ -215,7 +281,10 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "stop number": ({"stop": 1.5}, "stop: Input should be a string or a list of strings, not 1.5"),
     "stop entry": ({"stop": ["a", 5]}, "stop: entry 1 is no string"),
     "prompt number": ({"prompt": 5}, "prompt must be a string, token ids, or a list of either, not 5"),
-    "prompt empty list": ({"prompt": []}, "the prompt is empty"),
+    "prompt empty list": (
+        {"prompt": []},
+        "the prompt is empty: prompt is a list without entries\nhint: send text, token ids, or a list",
+    ),
     "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
     "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),
     "prompt empty ids": ({"prompt": [[]]}, "the prompt is empty"),

@@ -7,11 +7,13 @@ same.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiny_vllm.cli.machine import describe_machine
 from tiny_vllm.cli.options import (
@@ -21,15 +23,17 @@ from tiny_vllm.cli.options import (
     engine_config,
     spelt_as_options,
 )
-from tiny_vllm.config import DTYPE_BYTES, GIB, EngineConfig, kv_bytes
+from tiny_vllm.config import DTYPE_BYTES, GIB, Choice, EngineConfig, kv_bytes
 from tiny_vllm.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
+    from tiny_vllm.engine.build import EnginePlan
     from tiny_vllm.models.spec import ModelSpec
     from tiny_vllm.text.tokenizer import Tokenizer
     from tiny_vllm.weights.checkpoint import Checkpoint
 
 EXIT_REFUSED = 1
+Found = TypeVar("Found")
 
 
 def add_parser(commands: Any) -> None:
@@ -60,13 +64,22 @@ def run(args: argparse.Namespace) -> int:
         _show_refused(config)
         print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
         return EXIT_REFUSED
-    spec, config = plan.checkpoint.spec, plan.config
-    assert config.num_pages is not None
-    per_page = _page_bytes(spec, config, config.dtype)
-
-    machine = describe_machine(config.device)
-    _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
+    _show_machine(plan.config.device)
     _section("model", [*_model_rows(plan.checkpoint), *_text_rows(tokenizer)])
+    _show_plan(plan, plan.config, [sampling])
+    return 0
+
+
+def _show_machine(device: str) -> None:
+    machine = describe_machine(device)
+    _section("machine", ((name, _shown(name, value)) for name, value in machine.items()))
+
+
+def _show_plan(plan: EnginePlan, config: EngineConfig, more_choices: Sequence[Choice]) -> None:
+    """config: the plan's, with what was asked for where that was another."""
+    assert config.num_pages is not None
+    spec = plan.checkpoint.spec
+    per_page = _page_bytes(spec, config, config.dtype)
     _section(
         "memory",
         [
@@ -76,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for choice in (*plan.choices, sampling):
+    for choice in (*plan.choices, *more_choices):
         reasons[choice.name].append(choice.reason)
     _section(
         "options",
@@ -85,21 +98,58 @@ def run(args: argparse.Namespace) -> int:
             for option in fields(EngineConfig)
         ),
     )
-    return 0
 
 
 def _show_refused(config: EngineConfig) -> None:
-    """What is known of a model that cannot run as asked: nothing if its files cannot be read as a model."""
+    """What is known of a model that cannot run as asked: of its files those that can be read count."""
+    import torch
+
+    from tiny_vllm.engine.build import plan_engine
     from tiny_vllm.weights.checkpoint import open_checkpoint
 
-    try:
-        checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
-    except (ConfigError, ModelError):
+    _show_machine("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    for readable in _readable_parts(config):
+        checkpoint = _known(
+            partial(
+                open_checkpoint,
+                readable.model,
+                load_format=readable.load_format,
+                tokenizer=readable.tokenizer,
+            )
+        )
+        if checkpoint is None:
+            continue
+        sampling = _known(partial(checkpoint.choose_sampling_defaults, config.generation_config))
+        text_rows: list[tuple[str, object]] = []
+        if checkpoint.tokenizer is None and readable.tokenizer == config.tokenizer:
+            text_rows = [*_text_rows(None)]
+        elif (tokenizer := _known(checkpoint.load_tokenizer)) is not None:
+            text_rows = [*_text_rows(tokenizer)]
+        _section("model", [*_model_rows(checkpoint), *text_rows])
+        plan = _known(partial(plan_engine, readable))
+        if plan is None:
+            dtype = checkpoint.spec.dtype if config.dtype == "auto" else config.dtype
+            _section("memory", _memory_rows(checkpoint.spec, config, dtype))
+        else:
+            asked = replace(plan.config, load_format=config.load_format, tokenizer=config.tokenizer)
+            _show_plan(plan, asked, [] if sampling is None else [sampling])
         return
-    spec = checkpoint.spec
-    _section("model", _model_rows(checkpoint))
-    dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    _section("memory", _memory_rows(spec, config, dtype))
+
+
+def _readable_parts(config: EngineConfig) -> Iterator[EngineConfig]:
+    """The model, then its directory without the weights, then without the tokenizer that was asked for."""
+    yield config
+    if config.model is not None and os.path.isdir(os.path.expanduser(config.model)):
+        yield replace(config, load_format="dummy")
+        yield replace(config, load_format="dummy", tokenizer=None)
+
+
+def _known(find: Callable[[], Found]) -> Found | None:
+    """None for what cannot be used: that is, or follows from, what the one error says."""
+    try:
+        return find()
+    except (ConfigError, ModelError):
+        return None
 
 
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:

@@ -18,6 +18,7 @@ from tiny_vllm.config import (
     EngineConfig,
     ModelFacts,
     choose_device,
+    choose_dtype,
     choose_fused_cpu_decode,
     choose_kv_cache_dtype,
     choose_weight_tape,
@@ -74,8 +75,26 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     """
     device = choose_device(config.device, torch.cuda.is_available())
     checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
-    spec = checkpoint.spec
-    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    dtype = choose_dtype(config.dtype, checkpoint.spec.dtype)
+    is_open = config.dtype == "auto" and device.value == "cpu" and dtype.value != "float32"
+    if not is_open or _has_bf16_instructions():
+        return _plan_in(dtype, config, device, checkpoint)
+    lack = "this CPU has no BF16 instructions"
+    obstacle = "how much memory is available is unknown"
+    if _available_bytes():
+        try:
+            return _plan_in(Choice("dtype", "float32", f"faster: {lack}"), config, device, checkpoint)
+        except ConfigError as error:
+            obstacle = f"in FP32 {error.message}"
+    dtype = replace(dtype, reason=f"{dtype.reason}, although {lack}: {obstacle}")
+    return _plan_in(dtype, config, device, checkpoint)
+
+
+def _plan_in(
+    chosen_dtype: Choice, config: EngineConfig, device: Choice, checkpoint: Checkpoint
+) -> EnginePlan:
+    """The plan in a type. Raises ConfigError where it does not fit this machine."""
+    spec, dtype = checkpoint.spec, str(chosen_dtype.value)
     weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
     _check_weights(config, str(device.value), dtype, weight_bytes)
     free_bytes = gpu_bytes = None
@@ -83,7 +102,6 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         gpu_bytes = torch.cuda.mem_get_info()[1]
         free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
     facts = ModelFacts(
-        spec.dtype,
         spec.max_position_embeddings,
         spec.default_model_len,
         spec.kv_values_per_token,
@@ -114,9 +132,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         free_bytes = max(free_bytes - copied_bytes, 0)
         held += f", their second copy ({copied_bytes / GIB:.2f} GiB, weight_tape)"
     resolved, choices = resolve(
-        config, facts, device=str(device.value), free_bytes=free_bytes, gpu_bytes=gpu_bytes
+        config, facts, device=device, dtype=chosen_dtype, free_bytes=free_bytes, gpu_bytes=gpu_bytes
     )
-    choices = tuple(device if choice.name == "device" else choice for choice in choices)
     fused = choose_fused_cpu_decode(
         config.fused_cpu_decode,
         device=str(device.value),
@@ -283,6 +300,11 @@ def _make_tape(
             stacklevel=2,
         )
         return []
+
+
+def _has_bf16_instructions() -> bool:
+    """Whether torch has more for BF16 on this CPU than conversions to FP32 and back."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _available_bytes() -> int:

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, and on
-connections; parts of a body that are written without waiting."""
+"""uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, on what
+comes beside its body, and on connections; parts of a body that are written without waiting."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from tiny_vllm.serving.errors import ApiError
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
+"""Also of all that is neither size nor content of the chunks of a body: extensions and trailers."""
+CHUNK_LINE_BYTES = 20
+"""A chunk's size in up to 16 digits, and the ends of two lines."""
+PIECE_BYTES = 4 << 10
+"""The parser gets no more at a time: it does not say where in a piece a head or a body ends."""
 RESERVED_DESCRIPTORS = 32
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answer to one before, until nothing more is read."""
@@ -70,9 +75,11 @@ class DescriptorGuard:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection that is closed when the head of a request comes too slowly or is too long.
+    """A connection that is closed when the head of a request comes too slowly or is too long, or what comes
+    beside a body in chunks is. After a request that came in the same piece, a head may be longer by a piece.
 
-    A client that hangs up is noticed also while requests of its own wait behind the one being answered.
+    Trailers are dropped: nothing here reads them. A client that hangs up is noticed also while requests of
+    its own wait behind the one being answered.
 
     head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
     """
@@ -84,6 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._is_in_body = False
+        self._framing_bytes = 0
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -106,17 +114,36 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_in_body:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        # The end of the head sets it to 0.
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._stop_waiting()
-            self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing():
+            size = PIECE_BYTES if self._is_in_body else min(PIECE_BYTES, MAX_HEAD_BYTES - self._head_bytes)
+            piece, rest = rest[:size], rest[size:]
+            if self._is_in_body:
+                self._framing_bytes += len(piece)
+            else:
+                self._head_bytes += len(piece)
+            super().data_received(piece)  # type: ignore[arg-type]
+            # The end of the head sets it to 0.
+            if self._head_bytes >= MAX_HEAD_BYTES:
+                self._stop_waiting()
+                self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
+            elif self._framing_bytes > MAX_HEAD_BYTES:
+                self._refuse_framing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_body:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._framing_bytes = max(self._framing_bytes - CHUNK_LINE_BYTES, 0)
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = max(self._framing_bytes - len(body), 0)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._is_in_body = True
@@ -134,6 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
+        self._framing_bytes = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -153,6 +181,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _refuse_framing(self) -> None:
+        """Without a word where an answer has begun: another would be taken for that of the next request."""
+        if self.cycle.response_started:
+            self.transport.close()
+            return
+        self._refuse(
+            ApiError(
+                431,
+                "the extensions of the chunks of the body and its trailers are together longer than "
+                f"{MAX_HEAD_BYTES} bytes",
+            )
+        )
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without an application: there is no request it could be given."""
