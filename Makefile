@@ -34,15 +34,15 @@ demo: $(READY)
 
 # Variable CI: always the same random examples.
 test: $(READY)
-	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 # pytest exits with 5 when no test carries the marker.
 test-slow: $(READY)
-	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'slow and not gpu and not multi_gpu' || \
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m 'slow and not gpu and not multi_gpu' || \
 	  { code=$$?; [ $$code = 5 ] && echo 'no test is marked slow'; [ $$code = 5 ]; }
 
 test-exhaustive: $(READY)
-	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m exhaustive
+	CI=true $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m exhaustive
 
 check: $(READY)
 	$(BIN)/ruff format --check .

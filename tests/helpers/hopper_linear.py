@@ -35,7 +35,7 @@ def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, s
     )
     text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
     # Small groups, so that few rows of tiles are several.
-    return load_emulator(text, launch.macros(dtype, variant) | {"GROUP": 2}, Params, optimise="-O2")
+    return load_emulator(text, launch.macros(dtype, variant) | {"GROUP": 2}, Params)
 
 
 def multiply_emulated(

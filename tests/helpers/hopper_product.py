@@ -31,7 +31,7 @@ def emulated_library(
         for name in ("hopper_decode_emulator.h", "hopper_product_entry.h")
     )
     text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
-    return load_emulator(text, decode_launch.macros(dtype, variant, gated), Params, optimise="-O2")
+    return load_emulator(text, decode_launch.macros(dtype, variant, gated), Params)
 
 
 def multiply_emulated(

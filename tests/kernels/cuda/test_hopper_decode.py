@@ -193,7 +193,7 @@ def test_a_block_may_end_anywhere(extra: int) -> None:
 
 @needs_compiler
 def test_more_blocks_than_pieces() -> None:
-    make_case([1, 40, 3], 4, 1, 64, 16).check(blocks=9)
+    make_case([1, 40, 3], 4, 2, 64, 16).check(blocks=9)
 
 
 @needs_compiler

@@ -33,7 +33,7 @@ def make_spec() -> ModelSpec:
         )
     return ModelSpec(
         family="llama",
-        vocab_size=500,
+        vocab_size=100 if INTERPRETED else 500,
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
         rope=RopeSpec(theta=10000.0, rotary_dim=sizes["head_dim"]),
@@ -134,7 +134,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("use_pdl", pdl_options())
-@pytest.mark.parametrize("slots", [[1], [3, 0], [2, 1, 0, 3]])
+@pytest.mark.parametrize("slots", [[1], [2, 1, 0, 3]] if INTERPRETED else [[1], [3, 0], [2, 1, 0, 3]])
 def test_fp32_steps_follow_the_definition(device: torch.device, slots: list[int], use_pdl: bool) -> None:
     setup = Setup(torch.float32, device, use_pdl)
     chosen = torch.tensor(slots, device=device)
