@@ -285,13 +285,11 @@ def attend(
     sinks: Tensor | None = None,
     output: Tensor | None = None,
     variant: Variant | None = None,
-    pdl: bool = False,
 ) -> Tensor | None:
     """q [T, Hq, D] -> [T, Hq, D], written to `output` if there is one; None where the kernel cannot be
     compiled.
 
-    All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements. pdl: see
-    `triton_support`."""
+    All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
@@ -323,5 +321,5 @@ def attend(
     params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, counter, variant)
     tiles = count_tiles(num_tokens, len(context_lens), group, variant) * num_kv_heads
     blocks = min(tiles, multiprocessors)
-    function.launch(blocks, (variant.warpgroups + 1) * 128, (params,), pdl=pdl)
+    function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
     return output
