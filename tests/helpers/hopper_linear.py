@@ -29,12 +29,12 @@ def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> cty
     if mistake is not None:
         assert product.count(mistake[0]) == 1, f"not once in gated_product.cu: {mistake[0]}"
         product = product.replace(*mistake)
-    silu = (folder / "silu.cu").read_text(encoding="utf-8")
+    ring, silu = ((folder / name).read_text(encoding="utf-8") for name in ("ring.cu", "silu.cu"))
     decode, entry = (
         (HERE / name).read_text(encoding="utf-8")
         for name in ("hopper_decode_emulator.h", "hopper_cluster_entry.h")
     )
-    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
+    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, ring, silu, product, entry])
     # Small groups, so that few rows of tiles are several.
     return load_emulator(text, launch.macros(dtype) | {"GROUP": 2}, Params, optimise="-O2")
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels import hopper_decode, hopper_prefill
 from tiny_vllm.kernels.cuda.driver import CudaFunction, load_function
-from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.fallback import load_or_warn
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
-from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, Encode, encode_tensor_map, set_maps
+from tiny_vllm.kernels.hopper_linear.common import TERMS, encode_matrices, join_sources, operand_obstacle
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, count_multiprocessors
 from tiny_vllm.kernels.triton_support import ceil_div
 
-ROWS, COLUMNS, TERMS = 128, 128, 64  # of a tile of y, and of K at a time
+ROWS, COLUMNS = 128, 128  # of a tile of y
 THREADS = 3 * 128
 # Where it pays: 512 rows of Llama-3.2-1B's shape took 49 us, cuBLAS and the activation kernel 54, those of
 # Llama-3.1-8B's as long as they. Fewer were not measured.
@@ -31,9 +28,6 @@ STAGES = 4  # of 48 KB in shared memory
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # Of a block: what aligns it, stages, a tile of y, barriers.
 SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * COLUMNS) * TERMS * 2 + ROWS * COLUMNS * 2 + 2 * STAGES * 8
-
-
-Encode = Callable[[BoxedTensor], bytes]
 
 
 class Params(ctypes.Structure):
@@ -48,25 +42,13 @@ class Params(ctypes.Structure):
 
 def obstacle(x: Tensor, weight: Tensor) -> str | None:
     """Why the kernel cannot take x [M, K] and weight [2N, K], whatever the device; None if it can."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the type {x.dtype} has no tensor cores of 16 bits"
-    if weight.dtype != x.dtype:
-        return f"the matrix's type {weight.dtype} is not that of the rows, {x.dtype}"
-    if x.shape[1] % TERMS:
-        return f"{x.shape[1]} terms are no multiple of {TERMS}"
     if weight.shape[0] % 16:
         return f"{weight.shape[0] // 2} columns are no multiple of 8"
-    for name, tensor in (("rows", x), ("matrix", weight)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            return f"the {name}' values are not contiguous, or rows do not begin at multiples of 16 bytes"
-    return None
+    return operand_obstacle(x, weight)
 
 
 def source() -> str:
-    here = Path(__file__).parent
-    folders = Path(hopper_prefill.__file__).parent, Path(hopper_decode.__file__).parent, here
-    files = *(folder / "instructions.cu" for folder in folders), here / "silu.cu", here / "gated_product.cu"
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+    return join_sources("ring.cu", "silu.cu", "gated_product.cu")
 
 
 def macros(dtype: torch.dtype) -> dict[str, int | str]:
@@ -86,29 +68,17 @@ def compile_gated(dtype: torch.dtype) -> bytes:
     return compile_cubin(source(), name="gated_product", defines=macros(dtype), arch="sm_90a")
 
 
+def load_gated(dtype: torch.dtype, device: torch.device) -> CudaFunction:
+    """Raises CudaKernelError."""
+    cubin = compile_gated(dtype)
+    return load_function(cubin, "multiply_gated", shared_bytes=SHARED_BYTES, device=device)
+
+
 @functools.cache
-def _compiled(dtype: torch.dtype, device: torch.device) -> CudaFunction | None:
+def _loaded(dtype: torch.dtype, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
-    try:
-        cubin = compile_gated(dtype)
-        return load_function(cubin, "multiply_gated", shared_bytes=SHARED_BYTES, device=device)
-    except CudaKernelError as error:
-        warnings.warn(
-            "the Hopper kernel of gate and up cannot be used on this machine; cuBLAS and a kernel for the "
-            f"activation take its place ({str(error)[:300]})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _map(
-    encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: int, rows: int
-) -> bytes:
-    """shape, stride of rows: of a matrix. rows: of a box."""
-    sizes, steps = (shape[1], shape[0]), (stride * dtype.itemsize,)
-    return encode(BoxedTensor(address, dtype, sizes, steps, (64, rows)))
+    load = functools.partial(load_gated, dtype, device)
+    return load_or_warn(load, "the Hopper kernel of gate and up", "cuBLAS and a kernel for the activation")
 
 
 def make_params(
@@ -132,12 +102,7 @@ def make_params(
         whole_tiles=tiles - halved,
     )
     boxes = (x, ROWS), (weight, COLUMNS), (y, 64)
-    maps = b"".join(
-        _map(encode, matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(0), rows)
-        for matrix, rows in boxes
-    )
-    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, 3 * MAP_BYTES)
+    set_maps(params, encode_matrices(encode, boxes))
     return params, min(tiles + halved, max_clusters)
 
 
@@ -146,7 +111,7 @@ def multiply_gated(x: Tensor, weight: Tensor) -> Tensor | None:
     kernel cannot be compiled.
 
     M > 0, both on a Hopper GPU, with no `obstacle`; rows may lie apart."""
-    function = _compiled(x.dtype, x.device)
+    function = _loaded(x.dtype, x.device)
     if function is None:
         return None
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
