@@ -32,21 +32,6 @@ def time_graph(launch: Callable[[], Any], *, rounds: int = 7, replays: int = 20)
         return time_replays(graph, rounds=rounds, replays=replays, keep=kept)
 
 
-def time_launches(launch: Callable[[], Any], *, rounds: int = 7, replays: int = 20) -> float:
-    """Seconds that `launch` takes kernel by kernel, one call after another: the median over rounds."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    seconds = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(replays):
-            launch()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / replays / 1e3)
-    return statistics.median(seconds)
-
-
 def time_replays(
     graph: torch.cuda.CUDAGraph,
     *,

@@ -132,5 +132,3 @@ inline float log2_fast(float x) {
   const double exact = std::log2((double)x), error = std::ldexp(std::fmax(std::fabs(exact), 1.0), -22);
   return (float)(bits_of(x) * 0x9E3779B1u >> 31 ? exact + error : exact - error);
 }
-inline float first_of(u32 both) { return emulated::widen((u16)both); }
-inline float second_of(u32 both) { return emulated::widen((u16)(both >> 16)); }

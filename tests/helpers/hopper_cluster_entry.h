@@ -1,20 +1,15 @@
-// Behind prompt_product.cu: what a test calls. Returns an empty string, or what went wrong.
+// Behind gated_product.cu: what a test calls. Returns an empty string, or what went wrong.
 
 static const Params* emulated_params;
 
-extern "C" const char* run_emulated(const void* params, int clusters, unsigned shared_bytes, unsigned seed,
-                                    const void* written, int num_written) {
+extern "C" const char* run_emulated(const void* params, int clusters, unsigned shared_bytes, unsigned seed) {
   emulated_params = (const Params*)params;
   emulated::failure.clear();
   emulated::dice.seed(seed);
   emulated::blocks = clusters;
-  emulated::written = (const emulated::Written*)written;
-  emulated::num_written = num_written;
-  emulated::body = [] { KERNEL(*emulated_params); };
-  for (emulated::block = 0; emulated::block < clusters && emulated::failure.empty(); ++emulated::block) {
-    emulated::forget_predecessor();
+  emulated::body = [] { multiply_gated(*emulated_params); };
+  for (emulated::block = 0; emulated::block < clusters && emulated::failure.empty(); ++emulated::block)
     emulated::run_cluster(THREADS, shared_bytes);
-  }
   return emulated::failure.c_str();
 }
 extern "C" unsigned size_of_params() { return sizeof(Params); }

@@ -1,9 +1,27 @@
 // What hopper_decode/instructions.cu adds, for hopper_emulator.h, which stands before it. The instructions of a
 // warp are computed by the last lane to come.
+//
+// What the preceding kernel writes is NaN until a thread of the block has waited for it.
 
 #include <algorithm>
 
 namespace emulated {
+
+struct Written {
+  u8* target;
+  const u8* source;
+  u64 bytes;
+};
+inline const Written* written;
+inline int num_written;
+inline bool predecessor_is_complete;
+inline int predecessor_rounds;
+
+inline void forget_predecessor() {
+  predecessor_is_complete = false;
+  predecessor_rounds = (int)(dice() % 400);
+  for (int i = 0; i < num_written; ++i) memset(written[i].target, 0xff, written[i].bytes);
+}
 
 struct Blocks {
   u32* registers;
@@ -41,6 +59,20 @@ struct Operands {
 
 }  // namespace emulated
 
+inline void launch_dependents() {}
+inline void wait_for_predecessor() {
+  // It lasts a while: others may go on.
+  for (int round = 0; round < emulated::predecessor_rounds; ++round) {
+    int asked = 0;
+    emulated::until([&asked] { return ++asked > 1; });
+  }
+  if (emulated::predecessor_is_complete) return;
+  emulated::predecessor_is_complete = true;
+  for (int i = 0; i < emulated::num_written; ++i) {
+    const emulated::Written& part = emulated::written[i];
+    memcpy(part.target, part.source, part.bytes);
+  }
+}
 inline u64 streaming_policy() { return 0; }
 inline void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier, u64) {
   emulated::enqueue(target, map, x, y, z, barrier);

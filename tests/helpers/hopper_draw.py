@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def emulated_library(dtype: torch.dtype, form: Form, mistake: tuple[str, str] | None) -> ctypes.CDLL:
-    draw = (Path(draw_launch.__file__).parent / "draw_product.cu").read_text(encoding="utf-8")
+    folder = Path(draw_launch.__file__).parent
+    ring, draw = ((folder / name).read_text(encoding="utf-8") for name in ("ring.cu", "draw_product.cu"))
     if mistake is not None:
         assert draw.count(mistake[0]) == 1, f"not once in draw_product.cu: {mistake[0]}"
         draw = draw.replace(*mistake)
@@ -31,7 +32,7 @@ def emulated_library(dtype: torch.dtype, form: Form, mistake: tuple[str, str] | 
         (HERE / name).read_text(encoding="utf-8")
         for name in ("hopper_decode_emulator.h", "hopper_draw_entry.h")
     )
-    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, draw, entry])
+    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, ring, draw, entry])
     return load_emulator(text, draw_launch.macros(dtype, form), Params)
 
 

@@ -7,8 +7,6 @@
 // fence or wait thus ends in a deadlock, in a failed check or in wrong numbers. Shared memory starts as
 // NaN, and so does what is being copied to.
 //
-// What the preceding kernel writes is NaN until a thread of the block has waited for it.
-//
 // Layouts are the documented ones: rows of 128 bytes whose 16-byte pieces are permuted by address bits 7
 // to 9, for copies and operands alike.
 
@@ -93,11 +91,6 @@ struct Copy {
   u32 bytes = 0;
 };
 
-struct Written {
-  u8* target;
-  const u8* source;
-  u64 bytes;
-};
 inline ucontext_t scheduler;
 inline std::vector<std::unique_ptr<Thread>> threads;
 inline std::vector<Warp> warps;
@@ -110,10 +103,6 @@ inline Thread* self;
 inline int block, blocks;
 inline std::string failure;
 inline void (*body)();
-inline const Written* written;
-inline int num_written;
-inline bool predecessor_is_complete;
-inline int predecessor_rounds;
 
 inline void until(std::function<bool()> condition) {
   if (condition()) return;
@@ -278,12 +267,6 @@ inline void run_group(int warp) {
   }
 }
 
-inline void forget_predecessor() {
-  predecessor_is_complete = false;
-  predecessor_rounds = (int)(dice() % 400);
-  for (int i = 0; i < num_written; ++i) memset(written[i].target, 0xff, written[i].bytes);
-}
-
 inline void enter() {
   try {
     body();
@@ -407,21 +390,6 @@ inline void named_sync(u32 barrier, u32 count) {
   const int generation = own.generation;
   arrive_named(barrier, count);
   emulated::until([&own, generation] { return own.generation != generation; });
-}
-
-inline void launch_dependents() {}
-inline void wait_for_predecessor() {
-  // It lasts a while: others may go on.
-  for (int round = 0; round < emulated::predecessor_rounds; ++round) {
-    int asked = 0;
-    emulated::until([&asked] { return ++asked > 1; });
-  }
-  if (emulated::predecessor_is_complete) return;
-  emulated::predecessor_is_complete = true;
-  for (int i = 0; i < emulated::num_written; ++i) {
-    const emulated::Written& part = emulated::written[i];
-    memcpy(part.target, part.source, part.bytes);
-  }
 }
 
 inline void copy_box(u32 target, const TensorMap& map, int x, int y, u32 barrier) {

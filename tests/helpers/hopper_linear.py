@@ -1,4 +1,4 @@
-"""Runs the Hopper kernel for products of prompts on the CPU, see hopper_cluster_emulator.h."""
+"""Runs the Hopper kernel of gate and up on the CPU, see hopper_cluster_emulator.h."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.emulator import Written, load_emulator
+from tests.helpers.emulator import load_emulator
 from tests.helpers.hopper_prefill import emulated_map
 from tiny_vllm.kernels.hopper_linear import launch
-from tiny_vllm.kernels.hopper_linear.launch import Params, Variant, make_params
+from tiny_vllm.kernels.hopper_linear.launch import SHARED_BYTES, Params, make_params
 from tiny_vllm.models.mlp import MLP
 from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ModelSpec, RopeSpec
@@ -23,63 +23,44 @@ HERE = Path(__file__).parent
 
 
 @functools.cache
-def emulated_library(dtype: torch.dtype, variant: Variant, mistake: tuple[str, str] | None) -> ctypes.CDLL:
+def emulated_library(dtype: torch.dtype, mistake: tuple[str, str] | None) -> ctypes.CDLL:
     folder = Path(launch.__file__).parent
-    silu, product = ((folder / name).read_text(encoding="utf-8") for name in ("silu.cu", "prompt_product.cu"))
+    product = (folder / "gated_product.cu").read_text(encoding="utf-8")
     if mistake is not None:
-        assert product.count(mistake[0]) == 1, f"not once in prompt_product.cu: {mistake[0]}"
+        assert product.count(mistake[0]) == 1, f"not once in gated_product.cu: {mistake[0]}"
         product = product.replace(*mistake)
+    ring, silu = ((folder / name).read_text(encoding="utf-8") for name in ("ring.cu", "silu.cu"))
     decode, entry = (
         (HERE / name).read_text(encoding="utf-8")
         for name in ("hopper_decode_emulator.h", "hopper_cluster_entry.h")
     )
-    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
+    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, ring, silu, product, entry])
     # Small groups, so that few rows of tiles are several.
-    return load_emulator(text, launch.macros(dtype, variant) | {"GROUP": 2}, Params)
+    return load_emulator(text, launch.macros(dtype) | {"GROUP": 2}, Params)
 
 
 def multiply_emulated(
     x: Tensor,
     weight: Tensor,
-    variant: Variant,
-    residual: Tensor | None = None,
     *,
-    in_place: bool = False,
     clusters: int = 1,
     seed: int = 0,
     mistake: tuple[str, str] | None = None,
 ) -> Tensor:
-    """As `multiply_gated` and `multiply_plain`, on the CPU; in_place: over a copy of the residual. clusters:
-    at most. x, and a residual that is not written over, are views of what is NaN until the preceding kernel
-    is complete. mistake: a text of prompt_product.cu and what to put in its place.
+    """As `multiply_gated`, on the CPU. clusters: at most. mistake: a text of gated_product.cu and what to put
+    in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
-    library = emulated_library(x.dtype, variant, mistake)
-    width = weight.shape[0] // (2 if variant.gated else 1)
+    library = emulated_library(x.dtype, mistake)
     # Rows of guards around the result show what is written beyond it.
-    guarded = torch.full((x.shape[0] + 2, width), torch.nan, dtype=x.dtype)
+    guarded = torch.full((x.shape[0] + 2, weight.shape[0] // 2), torch.nan, dtype=x.dtype)
     y = guarded[1:-1]
-    late = [x]
-    if in_place:
-        assert residual is not None
-        residual = y.copy_(residual)
-    elif residual is not None:
-        late.append(residual)
-    params, clusters = make_params(y, x, weight, residual, variant, clusters, encode=emulated_map)
+    params, clusters = make_params(y, x, weight, clusters, encode=emulated_map)
     # Aligned as the device's parameters are.
     space = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
     place = -(-ctypes.addressof(space) // 64) * 64
     ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
-    kept = [matrix.clone() for matrix in late]
-    rows = [
-        (row.data_ptr(), copy.data_ptr(), row.nbytes)
-        for pair in zip(late, kept, strict=True)
-        for row, copy in zip(*pair, strict=True)
-    ]
-    written = (Written * len(rows))(*rows)
-    problem = library.run_emulated(
-        ctypes.c_void_p(place), clusters, variant.shared_bytes, seed, written, len(rows)
-    )
+    problem = library.run_emulated(ctypes.c_void_p(place), clusters, SHARED_BYTES, seed)
     if problem:
         raise RuntimeError(problem.decode())
     if not guarded[[0, -1]].isnan().all():

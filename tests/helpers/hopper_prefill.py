@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.helpers.emulator import Written, load_emulator
+from tests.helpers.emulator import load_emulator
 from tiny_vllm.kernels.cuda.tensor_map import BoxedTensor
-from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
+from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache
 from tiny_vllm.kernels.hopper_prefill import launch
 from tiny_vllm.kernels.hopper_prefill.launch import Params, Shape, Variant, make_params, shared_bytes
 
@@ -59,8 +59,7 @@ def attend_emulated(
     seed: int = 0,
     mistake: tuple[str, str] | None = None,
 ) -> Tensor:
-    """As `attend`, on the CPU. q and the caches are NaN until the preceding kernel is complete. mistake: a
-    text of attention.cu and what to put in its place.
+    """As `attend`, on the CPU. mistake: a text of attention.cu and what to put in its place.
 
     Raises RuntimeError when a rule of the device is broken."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
@@ -81,12 +80,7 @@ def attend_emulated(
     place = -(-ctypes.addressof(space) // 64) * 64
     ctypes.memmove(place, ctypes.byref(params), ctypes.sizeof(params))
     size = shared_bytes(shape, variant)
-    caches = (*cache_tensors(k_cache), *cache_tensors(v_cache))
-    late = [q, *(tensor for tensor in caches if tensor is not None)]
-    kept = [tensor.clone() for tensor in late]
-    parts = ((old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in zip(late, kept, strict=True))
-    written = (Written * len(late))(*parts)
-    problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed, written, len(late))
+    problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed)
     if problem:
         raise RuntimeError(problem.decode())
     assert counter == 0, "the next launch would begin elsewhere"

@@ -22,15 +22,16 @@ def emulated_library(
     dtype: torch.dtype, variant: Variant, gated: bool, mistake: tuple[str, str] | None
 ) -> ctypes.CDLL:
     folder = Path(decode_launch.__file__).parent
-    silu, product = ((folder / name).read_text(encoding="utf-8") for name in ("silu.cu", "decode_product.cu"))
+    product = (folder / "decode_product.cu").read_text(encoding="utf-8")
     if mistake is not None:
         assert product.count(mistake[0]) == 1, f"not once in decode_product.cu: {mistake[0]}"
         product = product.replace(*mistake)
+    ring, silu = ((folder / name).read_text(encoding="utf-8") for name in ("ring.cu", "silu.cu"))
     decode, entry = (
         (HERE / name).read_text(encoding="utf-8")
         for name in ("hopper_decode_emulator.h", "hopper_product_entry.h")
     )
-    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, silu, product, entry])
+    text = "\n".join(['#include "hopper_cluster_emulator.h"', decode, ring, silu, product, entry])
     return load_emulator(text, decode_launch.macros(dtype, variant, gated), Params)
 
 

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.kernels.hopper_linear.launch import take_product
-
 
 class Linear:
     """One matrix with its bias. Packed on a CPU when oneDNN can; the plain matrix is then not kept.
@@ -33,15 +31,13 @@ class Linear:
         self.weight = weight if packed is None else packed
         self.bias = bias
 
-    def __call__(self, x: Tensor, pdl: bool = False) -> Tensor:
-        """x [T, in] -> [T, out]. pdl: see `triton_support`, for a kernel that can."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
         if self.is_packed:
             return _pointwise(x, self.weight, self.bias, "none", [], "")
-        if self.bias is None and (product := take_product(x, self.weight, pdl=pdl)) is not None:
-            return product
         return F.linear(x, self.weight, self.bias)
 
-    def add(self, x: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + (x W^T + b); x [T, in], residual [T, out] -> [T, out].
 
         The result may be written over residual: on a GPU that spares a kernel which reads both and writes.
@@ -49,8 +45,7 @@ class Linear:
         if self.is_packed:
             return _pointwise_binary(x, residual, self.weight, self.bias, "add")
         if self.bias is None:
-            product = take_product(x, self.weight, residual, pdl)
-            return residual.addmm_(x, self.weight.T) if product is None else product
+            return residual.addmm_(x, self.weight.T)
         return F.linear(x, self.weight, self.bias) + residual
 
 

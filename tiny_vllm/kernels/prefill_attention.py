@@ -27,7 +27,6 @@ on the diagonal come last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -207,15 +206,14 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     output: Tensor | None = None,
-    pdl: bool = False,
 ) -> Tensor:
     """q [T, Hq, D] -> [T, Hq, D], written to the contiguous `output` if there is one. On a CPU the variants
-    need PagedChunks. pdl: see `triton_support`, for a kernel that can."""
+    need PagedChunks."""
     output = torch.empty_like(q) if output is None else output
     first = contexts[0]
     if isinstance(first, PagedChunks):
         pages = first.page_table, first.query_starts, first.context_lens
-        attend = partial(attend_fast, pdl=pdl) if runs_triton(q) else prefill_attention_ref
+        attend = attend_fast if runs_triton(q) else prefill_attention_ref
         return attend(
             q, k_cache, v_cache, *pages, scale, window=window, softcap=softcap, sinks=sinks, output=output
         )
@@ -542,16 +540,14 @@ def attend_fast(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     output: Tensor | None = None,
-    pdl: bool = False,
 ) -> Tensor:
-    """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere. pdl: see
-    `triton_support`, for the former."""
+    """As `attend_chunks`: the kernel for Hopper where it can be had, the Triton kernel elsewhere."""
     pages = page_table, query_starts, context_lens
     if hopper.is_hopper(q.device):
         q = q.contiguous()
         if hopper.obstacle(q, k_cache, v_cache, scale, softcap) is None:
             attended = hopper.attend(
-                q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks, output=output, pdl=pdl
+                q, k_cache, v_cache, *pages, scale, window=window, sinks=sinks, output=output
             )
             if attended is not None:
                 return attended

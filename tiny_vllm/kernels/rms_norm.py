@@ -20,12 +20,10 @@ from torch import Tensor
 
 from tiny_vllm.kernels.triton_support import (
     jit,
-    launch_dependents,
     launch_options,
     next_power_of_2,
     runs_triton,
     tl,
-    wait_for_predecessor,
     with_fallback,
 )
 
@@ -33,8 +31,8 @@ from tiny_vllm.kernels.triton_support import (
 NUM_WARPS = ((1024, 2), (2048, 4), (1 << 20, 8))
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    """x [T, H], weight [H] -> [T, H] of x's type. `pdl` is ignored."""
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H], weight [H] -> [T, H] of x's type."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
@@ -42,36 +40,31 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Te
 
 
 @jit
-def _rms_norm_kernel(y_ptr, x_ptr, weight_ptr, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        launch_dependents()
+def _rms_norm_kernel(y_ptr, x_ptr, weight_ptr, eps, H: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * H
     column = tl.arange(0, BLOCK)
     mask = column < H
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        wait_for_predecessor()
     x = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
 
     y = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * weight
     tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @with_fallback(rms_norm_ref)
-def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
     num_warps = next(warps for limit, warps in NUM_WARPS if limit >= width)
     _rms_norm_kernel[(x.numel() // width,)](
-        y, x, weight, eps, H=width, BLOCK=next_power_of_2(width), PDL=pdl, **launch_options(num_warps, pdl)
+        y, x, weight, eps, H=width, BLOCK=next_power_of_2(width), **launch_options(num_warps)
     )
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    """x [T, H], weight [H] -> [T, H] of x's type. pdl: see `triton_support`; the weight must be complete
-    before the preceding kernel starts."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H], weight [H] -> [T, H] of x's type."""
     if runs_triton(x) and x.numel():
-        return _launch_rms_norm(x, weight, eps, pdl)
+        return _launch_rms_norm(x, weight, eps)
     return rms_norm_ref(x, weight, eps)

@@ -26,12 +26,10 @@ from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_s
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     jit,
-    launch_dependents,
     launch_options,
     next_power_of_2,
     runs_triton,
     tl,
-    wait_for_predecessor,
     with_fallback,
 )
 
@@ -90,10 +88,8 @@ def _gather(
     )
 
 
-def rope_and_cache_ref(
-    qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int, pdl: bool = False
-) -> Tensor:
-    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. `pdl` is ignored."""
+def rope_and_cache_ref(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
+    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     if isinstance(step, PositionRope):
         step = _gather(step.cos_sin, step.positions, step.cells, num_kv_heads, page_size)
@@ -133,12 +129,8 @@ def _rope_and_cache_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """k_scales_ptr and v_scales_ptr are None unless the cache is in FP8."""
-    if PDL:
-        launch_dependents()
-        wait_for_predecessor()
     TYPE: tl.constexpr = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEADS
@@ -191,7 +183,7 @@ def _rope_and_cache_kernel(
 
 @with_fallback(rope_and_cache_ref)
 def _launch_rope_and_cache(
-    qkv: Tensor, step: PositionRope, k_cache: Cache, v_cache: Cache, num_heads: int, pdl: bool = False
+    qkv: Tensor, step: PositionRope, k_cache: Cache, v_cache: Cache, num_heads: int
 ) -> Tensor:
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     assert qkv.is_contiguous()
@@ -217,17 +209,13 @@ def _launch_rope_and_cache(
         PAGE_SIZE=page_size,
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         BLOCK_HALF=block_half,
-        PDL=pdl,
-        **launch_options(num_warps, pdl),
+        **launch_options(num_warps),
     )
     return q
 
 
-def rope_and_cache(
-    qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int, pdl: bool = False
-) -> Tensor:
-    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. step: of `prepare_rope`. pdl: see
-    `triton_support`."""
+def rope_and_cache(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
+    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. step: of `prepare_rope`."""
     if isinstance(step, PositionRope):
-        return _launch_rope_and_cache(qkv, step, k_cache, v_cache, num_heads, pdl)
+        return _launch_rope_and_cache(qkv, step, k_cache, v_cache, num_heads)
     return rope_and_cache_ref(qkv, step, k_cache, v_cache, num_heads)

@@ -12,12 +12,6 @@ Every kernel of a chain asks for its successor first (`launch_dependents`), load
 writes (weights, older keys and values), and then waits once for its predecessor (`wait_for_predecessor`). All
 kernels wait, so a kernel that has waited knows that everything before it is complete. The chain's first two
 kernels are launched without PDL: what the first one computes may then be read before any later wait.
-
-The layers of prompts (`Decoder`) can be such chains, with operators between that are launched without PDL:
-each of those begins when everything before it is complete. Their kernels load nothing but weights early, and
-write nothing before they have waited. Everything that read or wrote a buffer before them is complete then,
-however many kernels ago: results may be written over inputs, and the allocator may hand memory on, as without
-PDL.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -108,7 +108,7 @@ def prepare_attention(
 class Attention:
     """hidden [T, H] (normed as the spec says) and residual [T, H] -> residual + attention [T, H].
 
-    rope: index of the layer's table. window: None where nothing lies outside it. pdl: see `triton_support`.
+    rope: index of the layer's table. window: None where nothing lies outside it.
     """
 
     def __init__(
@@ -134,22 +134,16 @@ class Attention:
         self.join = join
 
     def __call__(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        step: AttentionStep,
-        k_cache: Cache,
-        v_cache: Cache,
-        pdl: bool = False,
+        self, hidden: Tensor, residual: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache
     ) -> Tensor:
-        qkv = self.qkv(hidden, pdl)
+        qkv = self.qkv(hidden)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = self._norm_heads(qkv, self.q_norm, self.k_norm)
-        q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads, pdl)
-        attended = self._attend(q, step, k_cache, v_cache, pdl).flatten(1)
+        q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads)
+        attended = self._attend(q, step, k_cache, v_cache).flatten(1)
         if self.join.is_sum:
-            return self.output.add(attended, residual, pdl)
-        return self.join(self.output(attended, pdl), residual)
+            return self.output.add(attended, residual)
+        return self.join(self.output(attended), residual)
 
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         """qkv [T, qkv_size] with q and k normed, over as many values as the weights have."""
@@ -159,12 +153,12 @@ class Attention:
         k = rms_norm(k.reshape(-1, len(k_norm)), k_norm, spec.rms_norm_eps).view(k.shape)
         return torch.cat((q, k, v), -1)
 
-    def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache, pdl: bool) -> Tensor:
+    def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         is_plain = step.longest <= self.plain_limit
         contexts = step.plain if is_plain else step.varied
         decode, prefill = (
             partial(attend, window=None if is_plain else self.window, softcap=self.softcap, sinks=self.sinks)
-            for attend in (paged_decode_attention, partial(prefill_attention, pdl=pdl))
+            for attend in (paged_decode_attention, prefill_attention)
         )
         output = step.output
         for attend, own_contexts, rows in (

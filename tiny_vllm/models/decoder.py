@@ -24,8 +24,7 @@ from tiny_vllm.models.weights import LayerWeights, ModelWeights
 class DecoderLayer:
     """x + attention(x), then x + mlp(x), with norms where the spec places them.
 
-    x [T, H] is rounded to the model's type at each sum. rope, window: see `Attention`. pdl: see
-    `triton_support`.
+    x [T, H] is rounded to the model's type at each sum. rope, window: see `Attention`.
     """
 
     def __init__(
@@ -43,15 +42,11 @@ class DecoderLayer:
         self.attention = Attention(spec, weights, attention_join, rope=rope, window=window)
         self.mlp = (Experts if spec.has_experts(index) else MLP)(spec, weights, mlp_join)
 
-    def __call__(
-        self, x: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache, pdl: bool = False
-    ) -> Tensor:
-        hidden = self._norm(x, self.input_norm, pdl)
-        x = self.attention(hidden, x, step, k_cache, v_cache, pdl)
-        return self.mlp(self._norm(x, self.post_attention_norm, pdl), x, pdl)
-
-    def _norm(self, x: Tensor, norm: Tensor | None, pdl: bool) -> Tensor:
-        return x if norm is None else rms_norm(x, norm, self.eps, pdl)
+    def __call__(self, x: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
+        hidden = x if self.input_norm is None else rms_norm(x, self.input_norm, self.eps)
+        x = self.attention(hidden, x, step, k_cache, v_cache)
+        hidden = x if self.post_attention_norm is None else rms_norm(x, self.post_attention_norm, self.eps)
+        return self.mlp(hidden, x)
 
 
 class Decoder:
@@ -61,18 +56,10 @@ class Decoder:
     layer by layer and at most one layer is held twice. max_model_len: most tokens of a sequence.
     fused_cpu_decode: compute decodes and logits by the fused step, which keeps a second copy of the weights
     (see kernels/cpu_decode); the spec must fit it.
-    use_pdl: launch kernels of layers that can as a chain, see `triton_support`; only where `has_pdl`. It was
-    not measured yet, so that nothing but benchmarks asks for it.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: ModelWeights,
-        *,
-        max_model_len: int,
-        fused_cpu_decode: bool = False,
-        use_pdl: bool = False,
+        self, spec: ModelSpec, weights: ModelWeights, *, max_model_len: int, fused_cpu_decode: bool = False
     ) -> None:
         assert len(weights.layers) == spec.num_layers, "these weights were given to a decoder before"
         assert spec.fits_fused_cpu_decode or not fused_cpu_decode, "the fused step lacks this family's traits"
@@ -83,7 +70,6 @@ class Decoder:
         self.fused_decode = FusedDecode(spec, weights, self.cos_sin) if fused_cpu_decode else None
         ropes = list(dict.fromkeys(spec.layer_rope(index) for index in range(spec.num_layers)))
         self._tables = [table_of(rope, spec, self.cos_sin) for rope in ropes]
-        self._pdl = use_pdl
         self.layers = []
         for index in range(spec.num_layers):
             window = spec.layer_window(index)
@@ -121,7 +107,7 @@ class Decoder:
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
-            hidden = layer(hidden, step, k_cache, v_cache, self._pdl)
+            hidden = layer(hidden, step, k_cache, v_cache)
         return hidden
 
     @torch.inference_mode()

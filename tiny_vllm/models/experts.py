@@ -35,7 +35,7 @@ def route(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
 
 
 class Experts:
-    """hidden [T, H] (normed) and residual [T, H] -> residual + mixture [T, H]. `pdl` is ignored."""
+    """hidden [T, H] (normed) and residual [T, H] -> residual + mixture [T, H]."""
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin) -> None:
         assert spec.experts is not None and weights.router is not None
@@ -52,7 +52,7 @@ class Experts:
             self.gate_up = _linears(weights.gate_up, weights.gate_up_bias)
             self.down = _linears(weights.down, weights.down_bias)
 
-    def __call__(self, hidden: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
+    def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
         if self.matrices is None:
             return self.join(self._one_by_one(hidden), residual)
         chunks = hidden.split(MAX_PICKS // self.spec.num_active)

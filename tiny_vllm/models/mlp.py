@@ -25,8 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class MLP:
     """hidden [T, H] (normed as the spec says) and residual [T, H] -> residual + MLP [T, H].
 
-    Gate and up of many rows with SiLU are one kernel on Hopper GPUs, see `hopper_linear`. pdl: see
-    `triton_support`."""
+    Gate and up of many rows with SiLU are one kernel on Hopper GPUs, see `hopper_linear`."""
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin) -> None:
         self.gate_up = Linear(weights.gate_up, weights.gate_up_bias)
@@ -37,19 +36,17 @@ class MLP:
             spec.activation == "silu" and weights.gate_up_bias is None and is_hopper(weights.gate_up.device)
         )
 
-    def __call__(self, hidden: Tensor, residual: Tensor, pdl: bool = False) -> Tensor:
-        activated = self._multiply_gated(hidden, pdl) if self.may_be_one_kernel else None
+    def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        activated = self._multiply_gated(hidden) if self.may_be_one_kernel else None
         if activated is None:
-            activated = self.activation(self.gate_up(hidden, pdl))
+            activated = self.activation(self.gate_up(hidden))
         if self.join.is_sum:
-            return self.down.add(activated, residual, pdl)
-        return self.join(self.down(activated, pdl), residual)
+            return self.down.add(activated, residual)
+        return self.join(self.down(activated), residual)
 
-    def _multiply_gated(self, hidden: Tensor, pdl: bool) -> Tensor | None:
+    def _multiply_gated(self, hidden: Tensor) -> Tensor | None:
         """[T, H] -> [T, I] as one kernel; None where two are as fast, or it cannot be had."""
         weight = self.gate_up.weight
-        if len(hidden) < hopper_linear.MIN_ROWS:
+        if len(hidden) < hopper_linear.MIN_ROWS or hopper_linear.obstacle(hidden, weight) is not None:
             return None
-        if hopper_linear.obstacle(hidden, weight, gated=True) is not None:
-            return None
-        return hopper_linear.multiply_gated(hidden, weight, pdl)
+        return hopper_linear.multiply_gated(hidden, weight)

@@ -313,7 +313,6 @@ def test_what_the_kernel_cannot_take_is_named(x: Tensor, weight: Tensor, reason:
 def be_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_launch, "is_hopper", lambda device: True)
     draw_launch._loaded.cache_clear()
-    draw_launch._warn.cache_clear()
 
 
 def arguments_of(rows: int) -> tuple[Tensor, ...]:

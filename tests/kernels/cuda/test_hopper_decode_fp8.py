@@ -203,4 +203,4 @@ def test_where_it_does_not_compile_one_warning_says_so(is_fp8: bool, monkeypatch
     finally:
         launch._compiled.cache_clear()
     assert len(seen) == 1
-    assert re.search("Triton kernel takes its place .*not here", str(seen[0].message))
+    assert re.search("instead of it: a slower Triton kernel .*not here", str(seen[0].message))

@@ -230,7 +230,6 @@ MISTAKES = {
     ),
 }
 MORE_MISTAKES = {
-    "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
     "scores_are_read_before_they_come": ("    products_wait<1>();\n    hold(scores)", "    hold(scores)"),
     "values_behind_the_context_stay": ("if (left < BLOCK_N)", "if (left < 0)"),
     "a_stage_is_reused_early": (

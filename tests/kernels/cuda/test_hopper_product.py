@@ -271,7 +271,6 @@ def test_what_the_kernel_cannot_take_is_named(x: Tensor, weight: Tensor, gated: 
 def be_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_launch, "is_hopper", lambda device: True)
     decode_launch._loaded.cache_clear()
-    decode_launch._warn.cache_clear()
 
 
 def test_a_kernel_that_does_not_compile_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

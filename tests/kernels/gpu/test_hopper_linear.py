@@ -1,9 +1,8 @@
-"""The Hopper kernel for products of prompts on a GPU, with NaN around everything that it reads and writes."""
+"""The Hopper kernel of gate and up on a GPU, with NaN around everything that it reads and writes."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 import torch
@@ -12,18 +11,8 @@ from torch import Tensor
 
 from tests.helpers.hopper_linear import make_mlp
 from tiny_vllm.kernels.hopper_linear import launch
-from tiny_vllm.kernels.hopper_linear.launch import (
-    GATED,
-    MIN_ROWS,
-    TILE_COLUMNS,
-    Variant,
-    compile_product,
-    multiply_gated,
-    multiply_plain,
-    obstacle,
-)
+from tiny_vllm.kernels.hopper_linear.launch import MIN_ROWS, compile_gated, multiply_gated, obstacle
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
-from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 
 pytestmark = pytest.mark.gpu
@@ -48,12 +37,11 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """All kernels at once, into the cache on disk."""
+    """Both kernels at once, into the cache on disk."""
     if not (torch.cuda.is_available() and is_hopper(torch.device("cuda", 0))):
         pytest.skip("needs a Hopper GPU")
-    plain = [Variant(adds=adds, tile_columns=columns) for adds in (False, True) for columns in TILE_COLUMNS]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda case: compile_product(*case), product(TYPES, [GATED, *plain])))
+    with ThreadPoolExecutor(len(TYPES)) as pool:
+        list(pool.map(compile_gated, TYPES))
 
 
 def surrounded(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,7 +73,7 @@ def check(actual: Tensor | None, x: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_is_the_operators_in_fp32_rounded_once(device: torch.device, shape: str, dtype: torch.dtype) -> None:
     x, weight, expected = make_case(shape, dtype, device)
-    assert obstacle(x, weight, gated=True) is None
+    assert obstacle(x, weight) is None
     actual = multiply_gated(x, weight)
     check(actual, x, expected)
     assert actual is not None
@@ -130,8 +118,8 @@ def test_a_graph_replays_it_on_new_values(device: torch.device) -> None:
 def test_an_mlp_takes_it_for_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Tensor | None] = []
 
-    def record(x: Tensor, weight: Tensor, pdl: bool) -> Tensor | None:
-        results.append(multiply_gated(x, weight, pdl))
+    def record(x: Tensor, weight: Tensor) -> Tensor | None:
+        results.append(multiply_gated(x, weight))
         return results[-1]
 
     monkeypatch.setattr(launch, "multiply_gated", record)
@@ -144,120 +132,3 @@ def test_an_mlp_takes_it_for_many_rows(device: torch.device, monkeypatch: pytest
     assert len(results) == 1 and results[0] is not None
     mlp(x[1:], torch.zeros_like(x[1:]))
     assert len(results) == 1
-
-
-# M, K, N
-PLAIN_SHAPES = {
-    "qkv_1b": (2048, 2048, 3072),
-    "down_8b": (1000, 14336, 4096),
-    "output_0.6b": (512, 2048, 1024),
-    "one_row": (1, 2048, 2048),
-    "odd_row_tiles": (2049, 2048, 2048),
-    # Of 256 columns 136 tiles, 4 of them for 66 clusters to halve.
-    "a_split_tail": (4300, 576, 2048),
-    "one_step": (300, 64, 1000),
-    "few_columns": (129, 960, 8),
-}
-
-
-def make_plain(
-    shape: str, dtype: torch.dtype, device: torch.device, adds: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """x, weight, residual, and the answer of FP32."""
-    rows, terms, columns = PLAIN_SHAPES[shape]
-    x = surrounded(rows, terms, dtype, device)
-    weight = surrounded(columns, terms, dtype, device).mul_(2 * terms**-0.5)
-    expected = F.linear(x.float(), weight.float())
-    if not adds:
-        return x, weight, None, expected
-    residual = surrounded(rows, columns, dtype, device).mul_(4)
-    return x, weight, residual, expected + residual.float()
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-@pytest.mark.parametrize("how", ["plain", "beside", "in_place"])
-@pytest.mark.parametrize("shape", PLAIN_SHAPES)
-def test_a_plain_product_is_that_of_fp32_rounded_once(
-    device: torch.device, shape: str, how: str, tile_columns: int, dtype: torch.dtype
-) -> None:
-    x, weight, residual, expected = make_plain(shape, dtype, device, how != "plain")
-    assert obstacle(x, weight, residual) is None
-    variant = Variant(adds=residual is not None, tile_columns=tile_columns)
-    kept = None if residual is None else residual.clone()
-    actual = multiply_plain(x, weight, residual, in_place=how == "in_place", variant=variant)
-    check(actual, x, expected)
-    if how == "in_place":
-        assert actual is residual
-    elif residual is not None:
-        assert kept is not None and torch.equal(residual, kept)
-
-
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-def test_writes_all_of_the_residual_and_nothing_around_it(device: torch.device, tile_columns: int) -> None:
-    x, weight, residual, expected = make_plain("odd_row_tiles", torch.bfloat16, device, True)
-    assert residual is not None
-    rows, columns = residual.shape
-    whole = torch.full((rows + 2, columns + 16), torch.nan, dtype=x.dtype, device=device)
-    inner = whole[1:-1, 8:-8].copy_(residual)
-    variant = Variant(adds=True, tile_columns=tile_columns)
-    check(multiply_plain(x, weight, inner, in_place=True, variant=variant), x, expected)
-    inner.fill_(torch.nan)
-    assert whole.isnan().all()
-
-
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-def test_a_plain_product_repeats_itself_exactly(device: torch.device, tile_columns: int) -> None:
-    x, weight, residual, expected = make_plain("odd_row_tiles", torch.bfloat16, device, True)
-    variant = Variant(adds=True, tile_columns=tile_columns)
-    first = multiply_plain(x, weight, residual, variant=variant)
-    check(first, x, expected)
-    for _ in range(50):
-        again = multiply_plain(x, weight, residual, variant=variant)
-        assert again is not None and first is not None and torch.equal(first, again)
-
-
-def chain(x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], pdl: bool) -> Tensor:
-    """As layers do: norm, gate and up, down onto the residual, whose buffer is read two kernels later. Other
-    operators come between some of them."""
-    residual = x.clone()
-    for index, (norm, gate_up, down) in enumerate(weights):
-        hidden = rms_norm(residual, norm, 1e-5, pdl)
-        activated = multiply_gated(hidden, gate_up, pdl)
-        assert activated is not None
-        if index % 3 == 2:
-            activated = activated * 1  # an ordinary kernel
-            spare = torch.zeros_like(activated)  # and, in a graph, perhaps no kernel
-            del spare
-        assert multiply_plain(activated, down, residual, in_place=True, pdl=pdl) is residual
-    return residual
-
-
-@pytest.mark.parametrize("rows", [130, 700, 3000])
-@pytest.mark.parametrize("is_graph", [False, True], ids=["launched", "graph"])
-def test_a_chain_of_dependent_launches_computes_the_same(
-    device: torch.device, rows: int, is_graph: bool
-) -> None:
-    x = torch.randn(rows, 1024, device=device).bfloat16()
-    weights = [
-        (
-            torch.rand(1024, device=device) + 0.5,
-            torch.randn(6144, 1024, device=device).mul_(1024**-0.5).bfloat16(),
-            torch.randn(1024, 3072, device=device).mul_(3072**-0.5).bfloat16(),
-        )
-        for _ in range(9)
-    ]
-    expected = chain(x, weights, False)
-    assert expected.isfinite().all()
-    torch.cuda.synchronize()
-    if not is_graph:
-        for _ in range(20):
-            assert torch.equal(chain(x, weights, True), expected)
-        return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        actual = chain(x, weights, True)
-    for _ in range(20):
-        actual.zero_()
-        graph.replay()
-        assert torch.equal(actual, expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,10 @@ class BoxedTensor:
     box: tuple[int, ...]
 
 
+# Makes a map: `encode_tensor_map`, or what stands for it without a driver.
+Encode = Callable[[BoxedTensor], bytes]
+
+
 @functools.lru_cache(maxsize=1024)
 def encode_tensor_map(tensor: BoxedTensor) -> bytes:
     """The map for boxes in shared memory whose rows of 128 bytes are permuted (SWIZZLE_128B).
@@ -62,3 +67,11 @@ def encode_tensor_map(tensor: BoxedTensor) -> bytes:
     )
     driver._check(status, f"there is no tensor map of {tensor}")
     return ctypes.string_at(aligned, MAP_BYTES)
+
+
+def set_maps(params: ctypes.Structure, maps: bytes) -> None:
+    """Write maps, one behind the other, to the first fields of a kernel's argument.
+
+    A copy of bytes: assigning a field of characters would stop at the first zero.
+    """
+    ctypes.memmove(ctypes.addressof(params), maps, len(maps))

@@ -1,5 +1,9 @@
 // What attention.cu needs beyond the instructions of hopper_prefill, one function each.
 
+// The chain of kernels, see triton_support.py.
+DEV void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEV void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // For what is read once: it leaves the L2 cache before anything else does.
 DEV u64 streaming_policy() {
   u64 policy;

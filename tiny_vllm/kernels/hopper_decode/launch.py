@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
-from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.fallback import load_or_warn
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
-from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, Encode, encode_tensor_map, set_maps
 from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
 from tiny_vllm.kernels.hopper_prefill.launch import (
     INTEGERS,
@@ -95,9 +93,6 @@ class Workspace:
 
     parts: Tensor
     flags: Tensor
-
-
-Encode = Callable[[BoxedTensor], bytes]
 
 
 class Params(ctypes.Structure):
@@ -236,16 +231,8 @@ def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> C
 @functools.cache
 def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
-    try:
-        return compile_attention(shape, variant, device)
-    except CudaKernelError as error:
-        warnings.warn(
-            "the Hopper kernel of decode attention cannot be used on this machine; the slower Triton kernel "
-            f"takes its place ({str(error)[:300]})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    load = functools.partial(compile_attention, shape, variant, device)
+    return load_or_warn(load, "the Hopper kernel of decode attention", "a slower Triton kernel")
 
 
 def shape_of(num_heads: int, k_cache: Cache, page_table: Tensor, context_lens: Tensor) -> Shape:
@@ -323,8 +310,7 @@ def make_params(
         table_width=page_table.stride(0),
         num_sequences=len(context_lens),
     )
-    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, 2 * MAP_BYTES)
+    set_maps(params, maps)
     return params
 
 

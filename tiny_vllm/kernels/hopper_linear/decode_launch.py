@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels import hopper_decode, hopper_prefill
 from tiny_vllm.kernels.cuda.driver import CudaFunction, load_function
-from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.fallback import load_or_warn
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
-from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, Encode, encode_tensor_map, set_maps
+from tiny_vllm.kernels.hopper_linear.common import (
+    SHARED_LIMIT,
+    TERMS,
+    encode_matrices,
+    join_sources,
+    operand_obstacle,
+)
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
@@ -30,9 +34,7 @@ from tiny_vllm.kernels.triton_support import ceil_div
 MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 33, 65, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
-TERMS = 64  # of K at a time
 BLOCKS_AT_A_TIME = 132
-SHARED_LIMIT = 232448  # bytes a block of an H200 can have
 MOST_STAGES = 8
 # Products of these widths have their instruction in instructions.cu.
 WRITTEN_WIDTHS = (64, 128, 256)
@@ -100,9 +102,6 @@ class Variant:
         return replace(self, stages=min(stages, self.stages))
 
 
-Encode = Callable[[BoxedTensor], bytes]
-
-
 class Params(ctypes.Structure):
     """`struct Params` of decode_product.cu. The maps want a multiple of 64 as its size."""
 
@@ -117,23 +116,14 @@ class Params(ctypes.Structure):
 def obstacle(x: Tensor, weight: Tensor, *, gated: bool = False) -> str | None:
     """Why the kernel cannot or should not take x [M, K] and weight [N, K] (gated: [2N, K]), whatever the
     device; None if it can."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the type {x.dtype} has no tensor cores of 16 bits"
-    if weight.dtype != x.dtype:
-        return f"the matrix's type {weight.dtype} is not that of the rows, {x.dtype}"
     min_rows = MIN_GATED_ROWS if gated else MIN_ROWS
     if not min_rows <= x.shape[0] <= MAX_ROWS:
         return f"{x.shape[0]} rows are not {min_rows} to {MAX_ROWS}"
-    if x.shape[1] % TERMS or x.shape[1] == 0:
-        return f"{x.shape[1]} terms are no multiple of {TERMS}"
     if weight.shape[0] < MIN_WEIGHT_ROWS:
         return f"{weight.shape[0]} rows of the matrix are fewer than {MIN_WEIGHT_ROWS}"
     if weight.shape[0] % (16 if gated else 8):
         return f"{weight.shape[0] // (2 if gated else 1)} columns are no multiple of 8"
-    for name, tensor in (("rows", x), ("matrix", weight)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            return f"the {name}' values are not contiguous, or rows do not begin at multiples of 16 bytes"
-    return None
+    return operand_obstacle(x, weight)
 
 
 def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: bool) -> float:
@@ -199,13 +189,9 @@ def product_instruction(width: int) -> str:
 
 
 def source(variant: Variant) -> str:
-    here = Path(__file__).parent
-    folders = Path(hopper_prefill.__file__).parent, Path(hopper_decode.__file__).parent, here
-    texts = [(folder / "instructions.cu").read_text(encoding="utf-8") for folder in folders]
-    if variant.columns not in WRITTEN_WIDTHS:
-        texts.append(product_instruction(variant.columns))
-    texts += ((here / name).read_text(encoding="utf-8") for name in ("silu.cu", "decode_product.cu"))
-    return "".join(texts)
+    is_written = variant.columns in WRITTEN_WIDTHS
+    instruction = "" if is_written else product_instruction(variant.columns)
+    return join_sources("ring.cu", "silu.cu", "decode_product.cu", instruction=instruction)
 
 
 def macros(dtype: torch.dtype, variant: Variant, gated: bool) -> dict[str, int | str]:
@@ -234,33 +220,10 @@ def load_product(dtype: torch.dtype, variant: Variant, gated: bool, device: torc
 
 
 @functools.cache
-def _warn(problem: str) -> None:
-    """Once, not for each of the kernels that have it."""
-    warnings.warn(
-        "the Hopper kernel for products of decode steps cannot be used on this machine; cuBLAS and Triton "
-        f"take its place ({problem})",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
-@functools.cache
 def _loaded(dtype: torch.dtype, kernel: Variant, gated: bool, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
-    try:
-        return load_product(dtype, kernel, gated, device)
-    except CudaKernelError as error:
-        _warn(str(error)[:300])
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _map(
-    encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: int, rows: int
-) -> bytes:
-    """shape, stride of rows: of a matrix. rows: of a box."""
-    sizes, steps = (shape[1], shape[0]), (stride * dtype.itemsize,)
-    return encode(BoxedTensor(address, dtype, sizes, steps, (TERMS, rows)))
+    load = functools.partial(load_product, dtype, kernel, gated, device)
+    return load_or_warn(load, "the Hopper kernel for products of decode steps", "cuBLAS and Triton")
 
 
 def make_params(
@@ -283,12 +246,7 @@ def make_params(
     )
     weight_rows = variant.columns // (2 if gated else 1) // variant.row_blocks
     boxes = (x, variant.rows), (weight, weight_rows)
-    maps = b"".join(
-        _map(encode, matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(0), rows)
-        for matrix, rows in boxes
-    )
-    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, 2 * MAP_BYTES)
+    set_maps(params, encode_matrices(encode, boxes))
     return params
 
 

@@ -48,15 +48,6 @@ struct Shared {
   DEV u32 empty(int stage) const { return full(STAGES + stage); }
 };
 
-// The stage of the ring that is next, and the parity of the "full" barrier that it completes.
-struct Place {
-  int stage = 0;
-  u32 parity = 0;
-  DEV void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
 // What a block has to do: a tile and a part of K, in steps.
 struct Work {
   int rank;         // within the cluster

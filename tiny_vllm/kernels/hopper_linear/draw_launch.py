@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tiny_vllm.kernels import hopper_decode, hopper_prefill
 from tiny_vllm.kernels.cuda.driver import CudaFunction, load_function
-from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.fallback import load_or_warn
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
-from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, Encode, encode_tensor_map, set_maps
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, TileWinners, join_tiles
+from tiny_vllm.kernels.hopper_linear.common import TERMS, encode_matrices, join_sources, operand_obstacle
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, count_multiprocessors, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
 # What the kernel can take. What is given to it is up to `draw_from_linear.HOPPER_ROWS`.
 MIN_ROWS, MAX_ROWS = 9, 256
-COLUMNS, TERMS = 256, 64  # rows of W of a tile, and values of K at a time
+COLUMNS = 256  # rows of W of a tile
 THREADS = 3 * 128
 # Registers per thread of the copying warpgroup and of the two that compute.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -51,8 +48,6 @@ class Form:
 
 FORMS = (Form(64, 1, 5), Form(128, 1, 4), Form(128, 2, 4))
 
-Encode = Callable[[BoxedTensor], bytes]
-
 
 class Params(ctypes.Structure):
     """`struct Params` of draw_product.cu. The maps want a multiple of 64 as its size."""
@@ -70,18 +65,9 @@ class Params(ctypes.Structure):
 
 def obstacle(x: Tensor, weight: Tensor) -> str | None:
     """Why the kernel cannot take x [M, K] and weight [V, K], whatever the device; None if it can."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"the type {x.dtype} has no tensor cores of 16 bits"
-    if weight.dtype != x.dtype:
-        return f"the matrix's type {weight.dtype} is not that of the rows, {x.dtype}"
     if not MIN_ROWS <= x.shape[0] <= MAX_ROWS:
         return f"{x.shape[0]} rows are not {MIN_ROWS} to {MAX_ROWS}"
-    if x.shape[1] % TERMS or x.shape[1] == 0:
-        return f"{x.shape[1]} terms are no multiple of {TERMS}"
-    for name, tensor in (("rows", x), ("matrix", weight)):
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            return f"the {name}' values are not contiguous, or rows do not begin at multiples of 16 bytes"
-    return None
+    return operand_obstacle(x, weight)
 
 
 def choose_form(rows: int) -> Form:
@@ -90,10 +76,7 @@ def choose_form(rows: int) -> Form:
 
 
 def source() -> str:
-    here = Path(__file__).parent
-    folders = Path(hopper_prefill.__file__).parent, Path(hopper_decode.__file__).parent, here
-    files = *(folder / "instructions.cu" for folder in folders), here / "draw_product.cu"
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+    return join_sources("ring.cu", "draw_product.cu")
 
 
 def macros(dtype: torch.dtype, form: Form) -> dict[str, int | str]:
@@ -113,35 +96,17 @@ def compile_draw(dtype: torch.dtype, form: Form) -> bytes:
     return compile_cubin(source(), name="draw_product", defines=macros(dtype, form), arch="sm_90a")
 
 
-@functools.cache
-def _warn(problem: str) -> None:
-    """Once, not for each of the kernels that have it."""
-    warnings.warn(
-        "the Hopper kernel of the LM head that draws cannot be used on this machine; other products take its "
-        f"place ({problem})",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def load_draw(dtype: torch.dtype, form: Form, device: torch.device) -> CudaFunction:
+    """Raises CudaKernelError."""
+    cubin = compile_draw(dtype, form)
+    return load_function(cubin, "draw_rows", shared_bytes=form.shared_bytes, device=device)
 
 
 @functools.cache
 def _loaded(dtype: torch.dtype, form: Form, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
-    try:
-        cubin = compile_draw(dtype, form)
-        return load_function(cubin, "draw_rows", shared_bytes=form.shared_bytes, device=device)
-    except CudaKernelError as error:
-        _warn(str(error)[:300])
-        return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _map(
-    encode: Encode, address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: int, rows: int
-) -> bytes:
-    """shape, stride of rows: of a matrix. rows: of a box."""
-    sizes, steps = (shape[1], shape[0]), (stride * dtype.itemsize,)
-    return encode(BoxedTensor(address, dtype, sizes, steps, (TERMS, rows)))
+    load = functools.partial(load_draw, dtype, form, device)
+    return load_or_warn(load, "the Hopper kernel of the LM head that draws", "other products")
 
 
 def make_params(
@@ -169,12 +134,7 @@ def make_params(
         tiles=ceil_div(weight.shape[0], COLUMNS),
     )
     boxes = (x, form.rows), (weight, COLUMNS // form.row_blocks)
-    maps = b"".join(
-        _map(encode, matrix.data_ptr(), matrix.dtype, matrix.shape, matrix.stride(0), rows)
-        for matrix, rows in boxes
-    )
-    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, 2 * MAP_BYTES)
+    set_maps(params, encode_matrices(encode, boxes))
     return params
 
 

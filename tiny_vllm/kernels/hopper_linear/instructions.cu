@@ -90,21 +90,3 @@ DEV float log2_fast(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// The values of a pair that `pack` has made.
-DEV float first_of(u32 both) {
-#if HALF
-  float value;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(value) : "r"(both));
-  return value;
-#else
-  return float_of(both << 16);
-#endif
-}
-DEV float second_of(u32 both) {
-#if HALF
-  return first_of(both >> 16);
-#else
-  return float_of(both & 0xffff0000u);
-#endif
-}

@@ -742,7 +742,6 @@ struct Consumer {
 // Grid: at most one block per multiprocessor. Threads: a warpgroup that copies, then those that compute.
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     attend_chunks(const __grid_constant__ Params p) {
-  launch_dependents();
   const Shared shared;
   const int thread = thread_index(), lane = thread % 32;
   if (thread == 0) {
@@ -758,7 +757,6 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * 128, 1)
     publish_barriers();
   }
   named_sync(0, (WARPGROUPS + 1) * 128);
-  wait_for_predecessor();
   const int warpgroup = broadcast(thread / 128, 0);
   if (warpgroup == 0) {
     release_registers<PRODUCER_REGISTERS>();

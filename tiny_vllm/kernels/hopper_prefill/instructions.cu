@@ -25,10 +25,6 @@ DEV int lane_index_again() {
 DEV int block_index() { return blockIdx.x; }
 DEV int num_blocks() { return gridDim.x; }
 
-// The chain of kernels, see triton_support.py.
-DEV void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEV void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 extern __shared__ u8 dynamic_shared[];
 
 // The block's dynamic shared memory, as addresses in shared memory.

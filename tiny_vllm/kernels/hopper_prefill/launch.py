@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.cuda.driver import CudaFunction, architecture, load_function
-from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.cuda.fallback import load_or_warn
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
-from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, encode_tensor_map
+from tiny_vllm.kernels.cuda.tensor_map import MAP_BYTES, BoxedTensor, Encode, encode_tensor_map, set_maps
 from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, cache_tensors
 
 # A wait in the kernel that lasts so long ends it with an error.
@@ -70,9 +68,6 @@ class Shape:
 VARIANTS = {64: Variant(warpgroups=3, stages=4), 128: Variant(warpgroups=2, stages=2)}
 # The same with fewer rows.
 SMALL_VARIANTS = {64: Variant(warpgroups=2, stages=4)}
-
-
-Encode = Callable[[BoxedTensor], bytes]
 
 
 class Params(ctypes.Structure):
@@ -192,16 +187,8 @@ def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> C
 @functools.cache
 def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction | None:
     """None, after a warning, where the kernel cannot be had."""
-    try:
-        return compile_attention(shape, variant, device)
-    except CudaKernelError as error:
-        warnings.warn(
-            "the Hopper kernel of prefill attention cannot be used on this machine; the slower Triton kernel "
-            f"takes its place ({str(error)[:300]})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    load = functools.partial(compile_attention, shape, variant, device)
+    return load_or_warn(load, "the Hopper kernel of prefill attention", "a slower Triton kernel")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -261,8 +248,7 @@ def make_params(
     else:
         for values in (k_values, v_values):
             maps += _page_map(encode, values.data_ptr(), values.dtype, values.shape)
-    # They are the first fields, and a copy of bytes: assigning a field would stop at the first zero.
-    ctypes.memmove(ctypes.addressof(params), maps, len(maps))
+    set_maps(params, maps)
     return params
 
 
@@ -285,13 +271,11 @@ def attend(
     sinks: Tensor | None = None,
     output: Tensor | None = None,
     variant: Variant | None = None,
-    pdl: bool = False,
 ) -> Tensor | None:
     """q [T, Hq, D] -> [T, Hq, D], written to `output` if there is one; None where the kernel cannot be
     compiled.
 
-    All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements. pdl: see
-    `triton_support`."""
+    All tensors contiguous, on a Hopper GPU, with no `obstacle`. variant: for measurements."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
@@ -323,5 +307,5 @@ def attend(
     params = make_params(output, q, k_cache, v_cache, *tables, scale, window, sinks, counter, variant)
     tiles = count_tiles(num_tokens, len(context_lens), group, variant) * num_kv_heads
     blocks = min(tiles, multiprocessors)
-    function.launch(blocks, (variant.warpgroups + 1) * 128, (params,), pdl=pdl)
+    function.launch(blocks, (variant.warpgroups + 1) * 128, (params,))
     return output
