@@ -84,4 +84,5 @@ def attend_emulated(
     problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed, written, len(copies))
     if problem:
         raise RuntimeError(problem.decode())
+    assert not workspace.flags.any(), "a flag stays raised"
     return output

@@ -317,6 +317,7 @@ MORE_MISTAKES = {
     ),
     "parts_are_not_counted": ("(given++ & 1) ^ 1", "1"),
     "blocks_do_not_join": ("      if (segment.end < segment.count) add_blocks(segment, total_units);\n", ""),
+    "flags_stay_raised": ("      if (lane == 0) lower_flag(p.flags + block);\n", ""),
     "positions_behind_the_context_count": ("add_tile<true>(stage, valid)", "add_tile<true>(stage, TILE)"),
 }
 
@@ -329,7 +330,7 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | MORE_MISTAKES)[name]
     case = make_case(LENS["ragged"] * 3, 4, 2, 64, 16)
     with pytest.raises(
-        (RuntimeError, AssertionError), match=r"deadlock|barrier|copy|preceding|Tensor-likes are not close"
+        (RuntimeError, AssertionError), match=r"deadlock|barrier|copy|preceding|flag stays|Tensor-likes are not close"
     ):
         for seed in range(3):
             case.check(blocks=4, seed=seed, mistake=mistake)
@@ -390,6 +391,13 @@ def shape(head_dim: int, **changes: Any) -> Shape:
 
 
 COMPILED = {
+    **{
+        f"parts_of_{head_dim}_group_{group}{'_with_all' * has_all}": shape(
+            head_dim, group=group, from_parts=True, has_bias=has_all, has_norms=has_all
+        )
+        for head_dim in (64, 128)
+        for group, has_all in ((4, False), (2, True), (8, True))
+    },
     "heads_of_64": shape(64),
     "heads_of_128": shape(128),
     "group_8": shape(128, group=8, page_size=32),
