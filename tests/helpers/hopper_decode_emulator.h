@@ -146,7 +146,11 @@ void store_shared_words(u32 address, const u32 (&words)[COUNT]) {
   emulated::check(address % sizeof words == 0, "an unaligned store");
   memcpy(emulated::at(address, sizeof words), words, sizeof words);
 }
+namespace emulated {
+inline u64 words_stored;
+}
 inline void store_word(void* place, u32 word) {
+  ++emulated::words_stored;
   emulated::check(emulated::predecessor_is_complete, "a store before the preceding kernel is complete");
   memcpy(place, &word, 4);
 }

@@ -247,17 +247,19 @@ def copy_of(cache: Cache) -> Cache:
 def test_the_engine_rotates_first_and_then_attends(
     pdl: bool, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernels' stand-ins for a CPU: everything arrives where it should."""
+    """Where queries are not made in the kernel. With the stand-ins for a CPU: everything arrives where it
+    should."""
     case = make_case(LENS["ragged"], 4, 2, 64, 16, is_fp8=is_fp8)
     chained: list[bool] = []
 
     def stand_in(*arguments: Any, workspace: launch.Workspace, pdl: bool, **options: Any) -> Tensor:
-        assert not workspace.flags.any()
+        assert workspace is given
         chained.append(pdl)
         return attend_emulated(*arguments, variant=SMALL[64], **options)
 
-    monkeypatch.setattr(launch, "takes", lambda *_: True)
-    monkeypatch.setattr(launch, "count_multiprocessors", lambda _: 5)
+    given = launch.Workspace(torch.empty(0), torch.empty(0))
+    # Not with what queries are made of as an eighth.
+    monkeypatch.setattr(launch, "takes", lambda *batch: len(batch) == 7)
     monkeypatch.setattr(launch, "attend", stand_in)
     monkeypatch.setattr(rope_and_attend, "rope_from_parts", rope_from_parts_ref)
     count, newest = len(case.context_lens), case.context_lens - 1
@@ -271,7 +273,7 @@ def test_the_engine_rotates_first_and_then_attends(
         k_cache, v_cache = copy_of(case.k_cache), copy_of(case.v_cache)
         attended = rope_and_attend.rope_and_attend(
             parts, None, cos_sin, cells, k_cache, v_cache, case.page_table, case.context_lens, 8, 0.125,
-            table_rows=case.table_rows, head_norms=norms, pdl=pdl,
+            table_rows=case.table_rows, head_norms=norms, workspace=given, pdl=pdl,
         )  # fmt: skip
         return attended, [k_cache, v_cache]
 
@@ -297,7 +299,10 @@ MISTAKES = {
     "a_stage_is_reused_early": ("        wait(shared.empty(place.index), place.parity ^ 1);\n", ""),
 }
 MORE_MISTAKES = {
-    "nobody_waits_for_the_predecessor": ("  wait_for_predecessor();\n", ""),
+    "nobody_waits_for_the_predecessor": (
+        "  wait_for_predecessor();\n  for (u32 round = 0;",
+        "  for (u32 round = 0;",
+    ),
     "the_newest_token_stays": (
         "put_newest(stage, valid - 1, slot + QUERY_BYTES, segment.context_len)",
         "warp_sync()",
@@ -330,7 +335,8 @@ def test_the_emulation_notices_mistakes(name: str) -> None:
     mistake = (MISTAKES | MORE_MISTAKES)[name]
     case = make_case(LENS["ragged"] * 3, 4, 2, 64, 16)
     with pytest.raises(
-        (RuntimeError, AssertionError), match=r"deadlock|barrier|copy|preceding|flag stays|Tensor-likes are not close"
+        (RuntimeError, AssertionError),
+        match=r"deadlock|barrier|copy|preceding|flag stays|Tensor-likes are not close",
     ):
         for seed in range(3):
             case.check(blocks=4, seed=seed, mistake=mistake)

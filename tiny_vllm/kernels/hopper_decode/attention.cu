@@ -74,10 +74,12 @@ constexpr u32 QUERY_BYTES = GROUP * QUERY_ROW_BYTES;
 constexpr u32 SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES + 2 * SCALE_COPY;
 // Of a warp's or a block's part of an output: STEPS times four floats of each lane, maxima and sums.
 constexpr int PART_FLOATS = (STEPS + 1) * 32 * 4;
-// Of parts: a row, what a lane has of a head, and how many parts are loaded before they are added, which is a
-// matter of registers.
+// Of parts: a row, what a lane has of a head, how many values it may have under way (what registers allow),
+// and so parts of a segment.
 constexpr int COLUMNS = (GROUP + 2) * KV_HEADS * HEAD_DIM, LANE_DIMS = HEAD_DIM / 32;
-constexpr int PARTS_AT_ONCE = (GROUP + 2) * LANE_DIMS <= (HEAD_DIM == 64 ? 12 : 16) ? 4 : 2;
+constexpr int UNDER_WAY = HEAD_DIM == 64 ? 48 : 80;
+constexpr int MOST_PARTS = UNDER_WAY / ((GROUP + 2) * LANE_DIMS),
+              PARTS_AT_ONCE = MOST_PARTS > 4 ? 4 : MOST_PARTS;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(TILE % 32 == 0 && TILE <= 128 && PAGE_SIZE % 16 == 0, "whole pieces");
 static_assert(GROUP <= 8, "columns of a product");
@@ -317,7 +319,7 @@ DEV void copy_queries(const Params& p, const Shared& shared, int lane) {
 struct Maker {
   const Params& p;
   const int lane;
-  // Of the lane's dimensions. The sines have the sign of what they multiply.
+  // Of the lane's dimensions.
   float cosines[LANE_DIMS], sines[LANE_DIMS], q_norm[LANE_DIMS], k_norm[LANE_DIMS];
   int cell;
   float heads[GROUP + 2][LANE_DIMS];  // queries, newest key and value
@@ -331,8 +333,6 @@ struct Maker {
   DEV void load_place(const Segment& segment) {
     const float* row = p.cos_sin + (i64)(segment.context_len - 1) * HEAD_DIM + lane % 16 * LANE_DIMS;
     load_floats(cosines, row), load_floats(sines, row + HEAD_DIM / 2);
-#pragma unroll
-    for (int i = 0; i < LANE_DIMS; ++i) sines[i] = lane < 16 ? -sines[i] : sines[i];
     cell = (int)load_constant(p.cells + segment.sequence);
   }
 
@@ -395,8 +395,8 @@ struct Maker {
     for (int head = 0; head <= GROUP; ++head)
 #pragma unroll
       for (int i = 0; i < LANE_DIMS; ++i) {
-        const float partner = exchange(heads[head][i], 16);
-        heads[head][i] = multiply_add(partner, sines[i], heads[head][i] * cosines[i]);
+        const float partner = exchange(heads[head][i], 16), sine = lane < 16 ? -sines[i] : sines[i];
+        heads[head][i] = multiply_add(partner, sine, heads[head][i] * cosines[i]);
       }
   }
 
@@ -776,10 +776,11 @@ struct Consumer {
     store_shared_floats(own + STEPS * 512, sums);
   }
   DEV void save_part(float* place) {
+    float* own = place + lane_index_again() * 4;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) store_floats(place + (i * 32 + lane) * 4, output[i]);
+    for (int i = 0; i < STEPS; ++i) store_floats(own + i * 128, output[i]);
     const float sums[4] = {maximum[0], maximum[1], total[0], total[1]};
-    store_floats(place + (STEPS * 32 + lane) * 4, sums);
+    store_floats(own + STEPS * 128, sums);
   }
 
   // load(i, values): four floats of a part.
@@ -815,6 +816,7 @@ struct Consumer {
       inverse[head] = reciprocal(sum);
     }
     const int pair = segment.sequence * KV_HEADS + segment.kv_head;
+    const int lane = lane_index_again();
     u16* row = p.output + (pair * GROUP + lane / 4) * HEAD_DIM + lane % 4 * (FP8 ? 4 : 2);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {

@@ -200,7 +200,10 @@ def obstacle_of_parts(made: QueryParts, k_cache: Cache) -> str | None:
         return f"the bias's type {made.bias.dtype} is not the cache's"
     if made.cos_sin.shape[1] != k_cache.shape[3]:
         return f"{made.cos_sin.shape[1]} of {k_cache.shape[3]} dimensions are rotated"
-    if made.head_norms is not None and not made.head_norms.q.dtype == made.head_norms.k.dtype == torch.float32:
+    if (
+        made.head_norms is not None
+        and not made.head_norms.q.dtype == made.head_norms.k.dtype == torch.float32
+    ):
         return "norms of heads are not in float32"
     if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in made.tensors):
         return "parts, or what is applied to them, are not contiguous, or no multiple of 16 is their address"
