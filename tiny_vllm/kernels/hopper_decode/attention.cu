@@ -45,7 +45,7 @@
 // content is made here: the sum of a segment's heads over the parts, RMSNorm of each, rotation, one rounding.
 // Where the segment has the newest token, its key and value go to their cell of the caches as well, where
 // only later steps read them. A lane has LANE_DIMS neighbouring dimensions of each head, so a row is read and
-// written without a gap, and what a dimension is turned with lies 16 lanes further. All values of a segment
+// written without a gap, and what a dimension is turned with lies 16 lanes further. All values of two parts
 // are asked for before the first is used; as that lasts longer than a short context, QUERY_WARPS warps take
 // turns with segments. Ordinary stores fill a slot, and one arrival behind them all hands it over.
 //
@@ -74,12 +74,9 @@ constexpr u32 QUERY_BYTES = GROUP * QUERY_ROW_BYTES;
 constexpr u32 SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES + 2 * SCALE_COPY;
 // Of a warp's or a block's part of an output: STEPS times four floats of each lane, maxima and sums.
 constexpr int PART_FLOATS = (STEPS + 1) * 32 * 4;
-// Of parts: a row, what a lane has of a head, how many values it may have under way (what registers allow),
-// and so parts of a segment.
-constexpr int COLUMNS = (GROUP + 2) * KV_HEADS * HEAD_DIM, LANE_DIMS = HEAD_DIM / 32;
-constexpr int UNDER_WAY = HEAD_DIM == 64 ? 48 : 80;
-constexpr int MOST_PARTS = UNDER_WAY / ((GROUP + 2) * LANE_DIMS),
-              PARTS_AT_ONCE = MOST_PARTS > 4 ? 4 : MOST_PARTS;
+// Of parts: a row, what a lane has of a head, and how many parts are loaded before they are added. Large
+// batches have one or two, and registers do not allow more.
+constexpr int COLUMNS = (GROUP + 2) * KV_HEADS * HEAD_DIM, LANE_DIMS = HEAD_DIM / 32, PARTS_AT_ONCE = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(TILE % 32 == 0 && TILE <= 128 && PAGE_SIZE % 16 == 0, "whole pieces");
 static_assert(GROUP <= 8, "columns of a product");
