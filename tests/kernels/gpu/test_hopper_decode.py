@@ -256,8 +256,9 @@ def test_the_engine_takes_it_for_given_queries(
 def test_it_follows_the_rotation_in_a_chain(
     device: torch.device, kernel: str, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it makes no queries: by programmatic dependent launch, layer after layer in a graph, as in a decode
-    step. Both compute what the kernel that rotates itself does. Rows of padding write to the null page."""
+    """Where it makes no queries: by programmatic dependent launch, layer after layer in a graph, as in a
+    decode step. Both compute what the kernel that rotates itself does. Rows of padding write to the null
+    page."""
     case = Case(kernel, BATCHES["ragged"], device, is_fp8)
     group, num_kv_heads, head_dim, page_size = KERNELS[kernel]
     count = len(case.lens)
