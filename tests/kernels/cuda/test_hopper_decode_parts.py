@@ -303,3 +303,36 @@ def test_the_engine_lets_it_make_queries(pdl: bool, monkeypatch: pytest.MonkeyPa
     assert chained == [pdl]
     for own, wanted in zip((attended, *caches), case.check(), strict=True):
         assert torch.equal(own.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_what_it_takes_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_parts_case([1] * 16, 4, 2, 64)
+    compiled: list[launch.Shape] = []
+    monkeypatch.setattr(launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(launch, "_compiled", lambda shape, *_: compiled.append(shape) or shape)
+    batch = (
+        case.num_heads,
+        case.k_cache,
+        case.v_cache,
+        case.page_table,
+        case.context_lens,
+        case.table_rows,
+        1.0,
+    )
+    assert launch.takes(*batch) and launch.takes(*batch, case.made)
+    assert [shape.from_parts for shape in compiled] == [False, True]
+    assert not launch.takes(*batch, replace(case.made, parts=case.made.parts.bfloat16()))
+    monkeypatch.setattr(launch, "TAKES_PARTS", False)
+    assert not launch.takes(*batch, case.made) and launch.takes(*batch)
+
+
+def test_a_workspace_is_for_all_launches_over_such_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = torch.zeros(2, 2, 16, 64).bfloat16()
+    assert launch.workspace_of(cache) is None
+    monkeypatch.setattr(launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(launch, "count_multiprocessors", lambda _: 5)
+    for variants in (launch.VARIANTS, launch.FP8_VARIANTS, launch.PARTS_VARIANTS):
+        assert variants[64].blocks == 2 and variants[128].blocks == 1
+    workspace = launch.workspace_of(cache)
+    assert workspace is not None and workspace.flags.tolist() == [0] * 10
+    assert launch.workspace_of(torch.zeros(2, 2, 16, 96).bfloat16()) is None
