@@ -264,6 +264,8 @@ def test_what_the_kernel_cannot_make_queries_of_is_named() -> None:
     made, k_cache = case.made, case.k_cache
     assert made.bias is not None and made.head_norms is not None
     assert obstacle_of_parts(made, k_cache) is None
+    # A row of a table with others may begin anywhere.
+    assert obstacle_of_parts(replace(made, cells=torch.cat((made.cells, made.cells))[1:7]), k_cache) is None
     coded = Fp8Cache(torch.zeros(k_cache.shape, dtype=torch.float8_e4m3fn), k_cache[..., 0], torch.bfloat16)
     norms = HeadNorms(made.head_norms.q, made.head_norms.k.bfloat16(), 1e-5)
     odd = torch.zeros(made.parts.numel() + 1)[1:].view(made.parts.shape)
@@ -275,6 +277,7 @@ def test_what_the_kernel_cannot_make_queries_of_is_named() -> None:
         (obstacle_of_parts(replace(made, head_norms=norms), k_cache), "norms of heads"),
         (obstacle_of_parts(replace(made, parts=made.parts[..., ::2]), k_cache), "not contiguous"),
         (obstacle_of_parts(replace(made, parts=odd), k_cache), "no multiple of 16"),
+        (obstacle_of_parts(replace(made, cells=made.cells[::2]), k_cache), "cells are not contiguous"),
     ):
         assert found is not None and re.search(reason, found)
 

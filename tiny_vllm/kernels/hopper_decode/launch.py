@@ -121,9 +121,9 @@ class QueryParts:
     head_norms: HeadNorms | None
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def floats(self) -> list[Tensor]:
         norms = [] if self.head_norms is None else [self.head_norms.q, self.head_norms.k]
-        return [self.parts, self.cos_sin, self.cells, *([] if self.bias is None else [self.bias]), *norms]
+        return [self.parts, self.cos_sin, *([] if self.bias is None else [self.bias]), *norms]
 
 
 Encode = Callable[[BoxedTensor], bytes]
@@ -205,7 +205,9 @@ def obstacle_of_parts(made: QueryParts, k_cache: Cache) -> str | None:
         and not made.head_norms.q.dtype == made.head_norms.k.dtype == torch.float32
     ):
         return "norms of heads are not in float32"
-    if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in made.tensors):
+    if not made.cells.is_contiguous():
+        return "cells are not contiguous"
+    if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in made.floats):
         return "parts, or what is applied to them, are not contiguous, or no multiple of 16 is their address"
     return None
 
