@@ -11,10 +11,11 @@ for the context's keys and values (in FP8 with their scales) alone.
 attention    queries given, kernels chained by programmatic dependent launch: a layer's first reads may
              overlap the end of the layer before
 unchained    the same, each kernel after the one before (Hopper only; --unchained)
-step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too
+step         from the parts of a QKV product, as in a decode step, chained: rotation and cache write, too;
+             for Hopper as one kernel (BF16 only) and as a pair
 
-Outputs of the two are compared before they are timed. At the end a table has a workload's times beside each
-other. --sweep: other variants of the kernel for Hopper.
+Outputs are compared before they are timed. At the end a table has a workload's times beside each other.
+--sweep: other variants of the kernel for Hopper, with given queries and, in BF16, of parts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -37,7 +38,7 @@ from tiny_vllm.kernels.cuda.nvrtc import compile_cubin
 from tiny_vllm.kernels.cuda.read_probe import measure_read_rate
 from tiny_vllm.kernels.fp8_cache import Cache, Fp8Cache, quantise_rows
 from tiny_vllm.kernels.hopper_decode import launch as hopper
-from tiny_vllm.kernels.hopper_decode.launch import Shape, Variant, Workspace
+from tiny_vllm.kernels.hopper_decode.launch import PARTS_VARIANTS, QueryParts, Shape, Variant
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.rope_and_attend import rope_and_attend
 
@@ -96,6 +97,12 @@ SWEEP = {
         *(Variant(tile=64, stages=8, warps=2, extra=96), Variant(tile=32, stages=8, blocks=2, extra=96)),
     ],
 }
+# By head size, of parts, in BF16.
+PARTS_SWEEP = {
+    # Two blocks of more warps have too few registers.
+    64: [replace(PARTS_VARIANTS[64], query_warps=w, extra=e) for w in (1, 2) for e in (64, 96, 128)],
+    128: [replace(PARTS_VARIANTS[128], query_warps=w, extra=e) for w in (1, 2, 4) for e in (48, 80, 112)],
+}
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,19 @@ class Setting:
         sizes = self.head_dim, GROUP, KV_HEADS, self.page_size
         return Shape(*sizes, torch.int64, torch.int64, self.cache == "fp8")
 
+    def tasks(self, is_sweep: bool) -> list[tuple[Shape, Variant]]:
+        """What is compiled for it."""
+        parts = replace(self.shape, from_parts=True)
+        if is_sweep:
+            given = [(self.shape, variant) for variant in SWEEP[self.head_dim, self.cache]]
+            own = [] if self.shape.is_fp8 else PARTS_SWEEP[self.head_dim]
+            return [*given, *((parts, variant) for variant in own)]
+        return [(self.shape, self.shape.variant), *([] if self.shape.is_fp8 else [(parts, parts.variant)])]
 
-def compile_variant(setting: Setting, variant: Variant) -> None:
+
+def compile_variant(shape: Shape, variant: Variant) -> None:
     """Into the cache on disk."""
-    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(setting.shape, variant))
+    compile_cubin(hopper.source(), name="decode", defines=hopper.macros(shape, variant))
 
 
 @dataclass(frozen=True)
@@ -145,27 +161,41 @@ class Problem:
             ]
 
     def attend_hopper(self, pdl: bool, variant: Variant | None = None) -> list[Tensor]:
-        """With flags that one launch fills with zeros for all layers."""
-        chosen = variant or hopper.shape_of(HEADS, self.caches[0][0], self.table, self.lens).variant
-        blocks = hopper.num_blocks(chosen, DEVICE)
-        flags = torch.zeros(len(self.caches), blocks, dtype=torch.int32, device=DEVICE)
+        workspace = hopper.make_workspace(self.caches[0][0], variant)
         outputs = []
-        for index, (k_cache, v_cache) in enumerate(self.caches):
-            parts = hopper.make_workspace(k_cache, chosen, is_ready=False).parts
+        for index, caches in enumerate(self.caches):
             output = hopper.attend(
-                self.q, k_cache, v_cache, self.table, self.lens, self.scale, pdl=pdl and index > 0,
-                variant=variant, workspace=Workspace(parts, flags[index]),
+                self.q, *caches, self.table, self.lens, self.scale, pdl=pdl and index > 0, variant=variant,
+                workspace=workspace,
             )  # fmt: skip
             assert output is not None, "the kernel does not compile"
             outputs.append(output)
         return outputs
 
-    def step(self, takes_hopper: bool) -> list[Tensor]:
-        with mock.patch.object(hopper, "TAKES_HOPPER_DECODE", takes_hopper):
+    def step_hopper(self, variant: Variant) -> list[Tensor]:
+        """In one kernel a layer."""
+        made = QueryParts(self.parts, None, self.cos_sin, self.cells, None)
+        workspace = hopper.make_workspace(self.caches[0][0], variant)
+        outputs = []
+        for index, caches in enumerate(self.caches):
+            output = hopper.attend_from_parts(
+                made, *caches, self.table, self.lens, HEADS, self.scale, pdl=index > 0, variant=variant,
+                workspace=workspace,
+            )  # fmt: skip
+            assert output is not None, "the kernel does not compile"
+            outputs.append(output)
+        return outputs
+
+    def step(self, takes_hopper: bool, takes_parts: bool = False) -> list[Tensor]:
+        workspace = hopper.workspace_of(self.caches[0][0])
+        with (
+            mock.patch.object(hopper, "TAKES_HOPPER_DECODE", takes_hopper),
+            mock.patch.object(hopper, "TAKES_PARTS", takes_parts),
+        ):
             return [
                 rope_and_attend(
                     self.parts, None, self.cos_sin, self.cells, *caches, self.table, self.lens, HEADS,
-                    self.scale, max_context_len=self.longest, pdl=True,
+                    self.scale, max_context_len=self.longest, workspace=workspace, pdl=True,
                 )
                 for caches in self.caches
             ]  # fmt: skip
@@ -231,26 +261,33 @@ def measure(
 
     expected = problem.attend_triton()
     if is_sweep:
-        for variant in SWEEP[setting.head_dim, setting.cache]:
+        expected_of_parts = [] if setting.shape.is_fp8 else problem.step(False)
+        for shape, variant in setting.tasks(is_sweep):
             name = " ".join(f"{field} {value}" for field, value in asdict(variant).items())
-            add("attention", name, partial(problem.attend_hopper, True, variant), expected)
+            if shape.from_parts:
+                add("step", name, partial(problem.step_hopper, variant), expected_of_parts)
+            else:
+                add("attention", name, partial(problem.attend_hopper, True, variant), expected)
         return
     add("attention", "triton", problem.attend_triton, None)
     add("attention", "hopper", partial(problem.attend_hopper, True), expected)
     if has_unchained:
         add("unchained", "hopper", partial(problem.attend_hopper, False), expected)
     add("step", "triton", partial(problem.step, False), None)
-    add("step", "hopper", partial(problem.step, True), problem.step(False))
+    expected = problem.step(False)
+    add("step", "pair", partial(problem.step, True), expected)
+    if not setting.shape.is_fp8:
+        add("step", "hopper", partial(problem.step, True, True), expected)
 
 
 def print_table(report: Report) -> None:
     """Microseconds per layer of a workload beside each other, Hopper's with their share of the read limit."""
-    columns = [(what, cache, kernel) for what in ("attention", "step") for cache in CACHES
-               for kernel in ("triton", "hopper")]  # fmt: skip
+    kernels = {"attention": ("triton", "hopper"), "step": ("triton", "pair", "hopper")}
+    columns = [(what, cache, kernel) for what in kernels for cache in CACHES for kernel in kernels[what]]
     found: dict[tuple[int, str], dict[tuple[str, str, str], str]] = {}
     for row in report.rows:
-        if row.get("kernel") in ("triton", "hopper"):
-            share = f" {row['share']:4.0%}" if row["kernel"] == "hopper" else ""
+        if row.get("kernel") in kernels["step"]:
+            share = f" {row['share']:4.0%}" if row["kernel"] != "triton" else ""
             place = found.setdefault((row["head_dim"], row["workload"]), {})
             place[row["what"], row["cache"], row["kernel"]] = f"{row['us']:.1f}{share}"
     print(f"{'us per layer':22}" + "".join(f"{' '.join(column):>24}" for column in columns))
@@ -279,13 +316,7 @@ def main() -> int:
     ]
     torch.manual_seed(0)
     report = Report(arguments.json)
-    tasks = [
-        (setting, variant)
-        for setting in settings
-        for variant in (
-            SWEEP[setting.head_dim, setting.cache] if arguments.sweep else [setting.shape.variant]
-        )
-    ]
+    tasks = [task for setting in settings for task in setting.tasks(arguments.sweep)]
     with ThreadPoolExecutor(8) as pool:
         compiled = [pool.submit(compile_variant, *task) for task in tasks]
         rate = measure_read_rate().bytes_per_second

@@ -16,6 +16,7 @@ from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.hopper_decode import launch
 from tiny_vllm.kernels.hopper_decode.launch import (
     Params,
+    QueryParts,
     Shape,
     Variant,
     Workspace,
@@ -60,13 +61,56 @@ def attend_emulated(
 
     Raises RuntimeError when a rule of the device is broken."""
     shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
-    library = emulated_library(shape, variant, mistake)
     output = torch.full_like(q, torch.nan)
+    arguments = k_cache, v_cache, page_table, context_lens, table_rows, scale
+    return _run(output, q, *arguments, shape, variant, late, blocks, seed, mistake)
+
+
+def attend_from_parts_emulated(
+    made: QueryParts,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    *,
+    variant: Variant,
+    table_rows: Tensor | None = None,
+    blocks: int = 5,
+    seed: int = 0,
+    mistake: tuple[str, str] | None = None,
+) -> Tensor:
+    """As `attend_from_parts`, on the CPU: parts are NaN until the preceding kernel is complete."""
+    shape = shape_of(num_heads, k_cache, page_table, context_lens, made)
+    output = torch.full((len(context_lens), num_heads, k_cache.shape[3]), torch.nan).bfloat16()
+    arguments = k_cache, v_cache, page_table, context_lens, table_rows, scale
+    return _run(output, made, *arguments, shape, variant, [made.parts], blocks, seed, mistake)
+
+
+def _run(
+    output: Tensor,
+    queries: Tensor | QueryParts,
+    k_cache: Cache,
+    v_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor | None,
+    scale: float,
+    shape: Shape,
+    variant: Variant,
+    late: Sequence[Tensor],
+    blocks: int,
+    seed: int,
+    mistake: tuple[str, str] | None,
+) -> Tensor:
+    """Returns `output`."""
+    library = emulated_library(shape, variant, mistake)
     workspace = Workspace(
-        torch.full((blocks, part_floats(q.shape[2])), torch.nan), torch.zeros(blocks, dtype=torch.int32)
+        torch.full((blocks, part_floats(shape.head_dim)), torch.nan), torch.zeros(blocks, dtype=torch.int32)
     )
     params = make_params(
-        output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant,
+        output, queries, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant,
         encode=emulated_map,
     )  # fmt: skip
     # Aligned as the device's parameters are.
@@ -84,4 +128,8 @@ def attend_emulated(
     problem = library.run_emulated(ctypes.c_void_p(place), blocks, size, seed, written, len(copies))
     if problem:
         raise RuntimeError(problem.decode())
+    assert not workspace.flags.any(), "a flag stays raised"
+    rows = 2 * len(context_lens) * shape.num_kv_heads if shape.from_parts else 0
+    words = (output.numel() + rows * shape.head_dim) // 2
+    assert library.count_stored_words() == words, "a word is stored twice, or not at all"
     return output

@@ -172,12 +172,32 @@ inline void load_shared_floats(float (&values)[4], u32 address) {
 }
 inline void store_floats(float* place, const float (&values)[4]) { memcpy(place, values, 16); }
 inline void load_floats(float (&values)[4], const float* place) { memcpy(values, place, 16); }
+inline void load_floats(float (&values)[2], const float* place) { memcpy(values, place, 8); }
+template <size_t COUNT>
+void store_shared_words(u32 address, const u32 (&words)[COUNT]) {
+  emulated::check(address % sizeof words == 0, "an unaligned store");
+  memcpy(emulated::at(address, sizeof words), words, sizeof words);
+}
+namespace emulated {
+inline u64 words_stored;
+}
 inline void store_word(void* place, u32 word) {
+  ++emulated::words_stored;
   emulated::check(emulated::predecessor_is_complete, "a store before the preceding kernel is complete");
   memcpy(place, &word, 4);
 }
+template <size_t COUNT>
+void store_words(void* place, const u32 (&words)[COUNT]) {
+  emulated::check((uintptr_t)place % sizeof words == 0, "an unaligned store");
+  for (size_t i = 0; i < COUNT; ++i) store_word((u32*)place + i, words[i]);
+}
+inline float reciprocal_root(float x) { return 1 / std::sqrt(x); }
 inline void publish() {}
-inline void raise_flag(u32* flag) { *flag = 1; }
+inline void raise_flag(u32* flag) {
+  emulated::check(emulated::predecessor_is_complete, "a flag before the preceding kernel is complete");
+  *flag = 1;
+}
+inline void lower_flag(u32* flag) { *flag = 0; }
 inline void wait_for_flag(const u32* flag) {
   emulated::until([flag] { return *flag != 0; });
 }

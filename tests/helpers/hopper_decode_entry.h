@@ -1,5 +1,5 @@
-// Behind attention.cu: what a test calls. Returns an empty string, or what went wrong. The blocks run one after
-// another, the last one first: a block waits for those behind it.
+// Behind attention.cu: what a test calls. Returns an empty string, or what went wrong. The blocks run one
+// after another, the last one first: a block waits for those behind it.
 
 static const Params* emulated_params;
 
@@ -11,6 +11,7 @@ extern "C" const char* run_emulated(const void* params, int blocks, unsigned sha
   emulated::blocks = blocks;
   emulated::written = (const emulated::Written*)written;
   emulated::num_written = num_written;
+  emulated::words_stored = 0;
   emulated::body = [] { attend_decodes(*emulated_params); };
   for (emulated::block = blocks - 1; emulated::block >= 0 && emulated::failure.empty(); --emulated::block) {
     emulated::forget_predecessor();
@@ -18,4 +19,6 @@ extern "C" const char* run_emulated(const void* params, int blocks, unsigned sha
   }
   return emulated::failure.c_str();
 }
+// In memory, by the last run: of outputs and of newest keys and values.
+extern "C" unsigned count_stored_words() { return (unsigned)emulated::words_stored; }
 extern "C" unsigned size_of_params() { return sizeof(Params); }

@@ -13,8 +13,9 @@ the L2 cache. Programs that share a KV head's context repeat that; the one whose
 token also makes its key and value, starts its softmax from them and writes them to the cache, where only
 later steps read them. That is a kernel per layer less than rotating first, and as many boundaries.
 
-On Hopper GPUs large batches may rotate first (`rope_from_parts`), while the kernel in CUDA C++ that attends
-(`hopper_decode`) reads keys and values already.
+On Hopper GPUs large batches have the kernel in CUDA C++ (`hopper_decode`), where some warps make queries
+while others read keys and values already. What it does not make, such as keys in FP8, a kernel before it does
+(`rope_from_parts`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -67,10 +68,11 @@ def rope_and_attend_ref(
     table_rows: Tensor | None = None,
     head_norms: HeadNorms | None = None,
     max_context_len: int | None = None,
+    workspace: hopper.Workspace | None = None,
     pdl: bool = False,
     **variants: Any,
 ) -> Tensor:
-    """As kernels of their own. `pdl` is ignored."""
+    """As kernels of their own. `workspace` and `pdl` are ignored."""
     q = rope_from_parts_ref(
         parts, bias, cos_sin, context_lens, cells, k_cache, v_cache, num_heads, head_norms=head_norms
     )
@@ -286,13 +288,13 @@ def _rope_then_attend(
     scale: float,
     table_rows: Tensor | None,
     head_norms: HeadNorms | None,
+    workspace: hopper.Workspace | None,
     pdl: bool,
 ) -> Tensor:
     """In two kernels, of which the second is the one for Hopper."""
-    workspace = hopper.make_workspace(k_cache, is_ready=False)
     q = rope_from_parts(
         parts, bias, cos_sin, context_lens, cells, k_cache, v_cache, num_heads, head_norms=head_norms,
-        zeros=workspace.flags, pdl=pdl,
+        pdl=pdl,
     )  # fmt: skip
     attended = hopper.attend(
         q, k_cache, v_cache, page_table, context_lens, scale, table_rows=table_rows, workspace=workspace,
@@ -321,20 +323,31 @@ def rope_and_attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    workspace: hopper.Workspace | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """parts [S, B, (Hq + 2 Hkv) * D] -> [B, Hq, D] of the cache's type; writes k and v.
 
     cos_sin [max_len, R] FP32; cells [B] int64: where k and v go, for a real sequence the cell of its newest
-    token. The other arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
+    token. workspace: see `hopper.workspace_of`; without one pdl cannot overlap Hopper's kernel. The other
+    arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
     """
-    is_plain = window is None and softcap is None and sinks is None
-    rows = context_lens if table_rows is None else table_rows
-    if is_plain and hopper.takes(num_heads, k_cache, v_cache, page_table, context_lens, rows, scale):
-        return _rope_then_attend(
-            parts, bias, cos_sin, cells, k_cache, v_cache, page_table, context_lens, num_heads, scale,
-            table_rows, head_norms, pdl,
-        )  # fmt: skip
+    if window is None and softcap is None and sinks is None:
+        rows = context_lens if table_rows is None else table_rows
+        batch = num_heads, k_cache, v_cache, page_table, context_lens, rows, scale
+        made = hopper.QueryParts(parts, bias, cos_sin, cells, head_norms)
+        if hopper.takes(*batch, made):
+            attended = hopper.attend_from_parts(
+                made, k_cache, v_cache, page_table, context_lens, num_heads, scale, table_rows=table_rows,
+                workspace=workspace, pdl=pdl,
+            )  # fmt: skip
+            assert attended is not None, "it is compiled"
+            return attended
+        if hopper.takes(*batch):
+            return _rope_then_attend(
+                parts, bias, cos_sin, cells, k_cache, v_cache, page_table, context_lens, num_heads, scale,
+                table_rows, head_norms, workspace, pdl,
+            )  # fmt: skip
     splits, num_sequences, width = parts.shape
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     group = num_heads // num_kv_heads

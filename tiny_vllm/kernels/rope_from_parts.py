@@ -57,7 +57,6 @@ def rope_from_parts_ref(
     num_heads: int,
     *,
     head_norms: HeadNorms | None = None,
-    zeros: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """As kernels of their own. `pdl` is ignored."""
@@ -70,8 +69,6 @@ def rope_from_parts_ref(
         q, k, v = heads.split([num_heads, num_keys, num_keys], 1)
         q, k = rms_norm_ref(q, head_norms.q, head_norms.eps), rms_norm_ref(k, head_norms.k, head_norms.eps)
         qkv = torch.cat((q, k, v), 1).flatten(1)
-    if zeros is not None:
-        zeros.zero_()
     step = prepare_rope(cos_sin, context_lens.long() - 1, cells, k_cache.shape[1], k_cache.shape[2])
     return rope_and_cache(qkv.to(k_cache.dtype), step, k_cache, v_cache, num_heads).contiguous()
 
@@ -88,11 +85,9 @@ def _rope_from_parts_kernel(
     cells_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    zeros_ptr,
     k_scales_ptr,
     v_scales_ptr,
     num_values,
-    num_zeros,
     eps,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -103,10 +98,9 @@ def _rope_from_parts_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_ZEROS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, groups of heads). Both norms, zeros_ptr, and both scales may be None."""
+    """Grid (B, groups of heads). Both norms and both scales may be None."""
     if PDL:
         launch_dependents()
     TYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -169,10 +163,6 @@ def _rope_from_parts_kernel(
     tl.store(k_row + high, turned_second, mask=mask & ~is_q & ~is_v)
     tl.store(v_row + low, turned_first, mask=mask & is_v)
     tl.store(v_row + high, turned_second, mask=mask & is_v)
-    if zeros_ptr is not None:  # noqa: SIM102 - known to the compiler
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            place = tl.arange(0, BLOCK_ZEROS)
-            tl.store(zeros_ptr + place, tl.zeros((BLOCK_ZEROS,), tl.int32), mask=place < num_zeros)
 
 
 @with_fallback(rope_from_parts_ref)
@@ -187,14 +177,12 @@ def rope_from_parts(
     num_heads: int,
     *,
     head_norms: HeadNorms | None = None,
-    zeros: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """parts [S, B, (Hq + 2 Hkv) * D] -> q [B, Hq, D] of the cache's type; writes k and v.
 
-    cos_sin [max_len, R] FP32; context_lens [B], position + 1; cells [B] int64: where k and v go. zeros:
-    int32, filled with 0. pdl: see `triton_support`; context_lens and cells must then be complete before the
-    preceding kernel starts.
+    cos_sin [max_len, R] FP32; context_lens [B], position + 1; cells [B] int64: where k and v go. pdl:
+    see `triton_support`; context_lens and cells must then be complete before the preceding kernel starts.
     """
     splits, num_sequences, width = parts.shape
     _, num_kv_heads, page_size, head_dim = k_cache.shape
@@ -213,11 +201,9 @@ def rope_from_parts(
         cells,
         None if head_norms is None else head_norms.q,
         None if head_norms is None else head_norms.k,
-        zeros,
         k_scales,
         v_scales,
         num_sequences * width,
-        0 if zeros is None else len(zeros),
         None if head_norms is None else head_norms.eps,
         SPLITS=splits,
         HAS_BIAS=bias is not None,
@@ -228,7 +214,6 @@ def rope_from_parts(
         PAGE_SIZE=page_size,
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
-        BLOCK_ZEROS=1 if zeros is None else next_power_of_2(len(zeros)),
         PDL=pdl,
         **launch_options(NUM_WARPS, pdl),
     )

@@ -68,7 +68,8 @@ def _chain_layer(spec: ModelSpec, index: int, weights: LayerWeights, cos_sin: Te
     if weights.q_norm is not None and weights.k_norm is not None:
         norms = offset_norm(weights.q_norm, spec), offset_norm(weights.k_norm, spec)
         if spec.qk_norm == "head":
-            head_norms = HeadNorms(*norms, spec.rms_norm_eps)
+            # Attention for Hopper takes them in FP32, the others in any type.
+            head_norms = HeadNorms(norms[0].float(), norms[1].float(), spec.rms_norm_eps)
         else:
             whole_norms = norms
     variants: dict[str, Any] = {}

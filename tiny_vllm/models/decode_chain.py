@@ -31,6 +31,7 @@ from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.fp8_cache import Cache
+from tiny_vllm.kernels.hopper_decode.launch import workspace_of
 from tiny_vllm.kernels.hopper_linear import decode_launch as hopper
 from tiny_vllm.kernels.norm_and_pick import norm_and_pick
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS, norm_linear
@@ -55,7 +56,8 @@ SUM_COLUMNS = 256
 
 
 class DecodeChain:
-    """Shares the tensors of `weights`, which must be the plain matrices, and keeps no state between steps.
+    """Shares the tensors of `weights`, which must be the plain matrices, and keeps no state between steps:
+    what attention's blocks leave for each other is used up within a kernel. Steps run one after another.
 
     cos_sin: see `rope_table`. use_pdl: None takes it where the GPU has it.
     """
@@ -84,6 +86,7 @@ class DecodeChain:
             spec.embedding_multiplier, dtype=weights.embedding.dtype, device=weights.embedding.device
         )
         self._kv_cache = kv_cache
+        self._workspace = workspace_of(kv_cache.layers[0][0])
         self._pdl = has_pdl(cos_sin.device) if use_pdl is None else use_pdl
 
     @torch.inference_mode()
@@ -308,6 +311,7 @@ class DecodeChain:
             table_rows=inputs.table_rows,
             max_context_len=max_context_len,
             head_norms=layer.head_norms,
+            workspace=self._workspace,
             pdl=self._pdl,
             **layer.variants,
         )

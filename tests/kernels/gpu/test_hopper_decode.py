@@ -256,8 +256,9 @@ def test_the_engine_takes_it_for_given_queries(
 def test_it_follows_the_rotation_in_a_chain(
     device: torch.device, kernel: str, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By programmatic dependent launch, layer after layer in a graph, as in a decode step: both compute what
-    the kernel that rotates itself does. Rows of padding write to the null page."""
+    """Where it makes no queries: by programmatic dependent launch, layer after layer in a graph, as in a
+    decode step. Both compute what the kernel that rotates itself does. Rows of padding write to the null
+    page."""
     case = Case(kernel, BATCHES["ragged"], device, is_fp8)
     group, num_kv_heads, head_dim, page_size = KERNELS[kernel]
     count = len(case.lens)
@@ -269,6 +270,8 @@ def test_it_follows_the_rotation_in_a_chain(
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     norms = HeadNorms(*(1 + 0.5 * torch.randn(2, head_dim, device=device).bfloat16()), 1e-5)
     width = (group + 2) * num_kv_heads * head_dim
+    workspace = launch.workspace_of(case.k_cache)
+    monkeypatch.setattr(launch, "TAKES_PARTS", False)
     layers = [
         (torch.randn(2, count, width, device=device), copy_of(case.k_cache), copy_of(case.v_cache))
         for _ in range(3)
@@ -278,7 +281,7 @@ def test_it_follows_the_rotation_in_a_chain(
         return [
             rope_and_attend(
                 parts, None, cos_sin, cells, k_cache, v_cache, case.table, case.lens, case.num_heads,
-                case.scale, table_rows=case.rows, head_norms=norms, pdl=True,
+                case.scale, table_rows=case.rows, head_norms=norms, workspace=workspace, pdl=True,
             )
             for parts, k_cache, v_cache in layers
         ]  # fmt: skip

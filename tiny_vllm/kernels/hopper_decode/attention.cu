@@ -11,7 +11,7 @@
 // Two warps copy keys and values (TMA) into a ring of STAGES tiles, without a break between pairs. They do
 // not wait for the preceding kernel: of what it writes, only the newest token's key and value are read, and
 // these come another way. A third warp waits, and then copies each segment's queries and its newest key and
-// value. WARPS warps compute, each a whole tile on its own:
+// value into a slot. WARPS warps compute, each a whole tile on its own:
 //
 //     scores [TILE, 8 heads] = keys q^T     weights = 2^(scores - maximum)     output^T += values^T weights
 //
@@ -23,7 +23,9 @@
 // Outputs are joined in an order that depends on the lengths only. At a segment's end the warp of the last
 // tile adds what the other warps have, and where a pair is shared among blocks, the first of them, whose last
 // segment it is, adds what the others left in memory: it was their first segment, so it has been there for
-// long, unless a context is so long that a block has no other.
+// long, unless a context is so long that a block has no other. A flag says that a part is there. Its one
+// reader puts it back to 0, so launches share the flags, one after another: they are raised only behind the
+// wait for the preceding kernel, and that has waited for all before it.
 //
 // FP8: a tile's codes lie in shared memory as they do in the cache, in rows of 128 bytes (two positions with
 // heads of 64), and their scales behind the tiles. A 16-bit unit of an `ldmatrix` is two codes, which one
@@ -39,9 +41,18 @@
 // so does a weight of 1 at the largest scale so far (`unit`), which shrinks what was summed as the maximum
 // does. So a weight has 11 bits down to 2^-28 of that, and a query down to 2^-29 of the largest.
 //
+// FROM_PARTS: the preceding kernel leaves the parts of a QKV product (rope_from_parts.py), and a slot's
+// content is made here: the sum of a segment's heads over the parts, RMSNorm of each, rotation, one rounding.
+// Where the segment has the newest token, its key and value go to their cell of the caches as well, where
+// only later steps read them. A lane has LANE_DIMS neighbouring dimensions of each head, so a row is read and
+// written without a gap, and what a dimension is turned with lies 16 lanes further. All values of two parts
+// are asked for before the first is used; as that lasts longer than a short context, QUERY_WARPS warps take
+// turns with segments. Ordinary stores fill a slot, and one arrival behind them all hands it over.
+//
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, FP8 (0 or 1), HALF (of products: the same), TILE, STAGES,
-// WARPS, BLOCKS (of a multiprocessor), EXTRA_POSITIONS (that a pair counts), SEQUENCES (at most),
-// WATCHDOG_NS; TABLE and LENS are integer types.
+// WARPS, QUERY_WARPS (1 if queries are given), BLOCKS (of a multiprocessor), EXTRA_POSITIONS (that a pair
+// counts), SEQUENCES (at most), FROM_PARTS, BIAS and NORMS (of parts; 0 or 1), WATCHDOG_NS; TABLE and LENS
+// are integer types.
 
 constexpr int PIECES_OF_32 = PAGE_SIZE % 32 == 0 ? 32 : 16;
 constexpr int PIECE = PAGE_SIZE % 64 == 0 && TILE % 64 == 0 ? 64 : PIECES_OF_32;
@@ -52,8 +63,8 @@ constexpr int SPANS = FP8 ? 1 : HEAD_DIM / 64;     // of 128 bytes, next to each
 constexpr int SHARING = FP8 ? 128 / HEAD_DIM : 1;  // rows in 128 bytes
 constexpr int STEPS = HEAD_DIM / 16;               // of a product over a head
 constexpr int BLOCKS_OF_16 = TILE / 16;
-constexpr int COPYING_WARPS = 3, SLOTS = 4;
-constexpr int THREADS = (WARPS + COPYING_WARPS) * 32;
+constexpr int PRODUCING_WARPS = 2 + QUERY_WARPS, SLOTS = 4;
+constexpr int THREADS = (WARPS + PRODUCING_WARPS) * 32;
 constexpr u32 QUERY_ROW_BYTES = HEAD_DIM * 2, ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);
 constexpr u32 PIECE_BYTES = PIECE * ROW_BYTES, TILE_BYTES = TILE * ROW_BYTES;
 constexpr u32 SCALE_BYTES = FP8 ? TILE * 2 : 0;  // of a tile
@@ -63,6 +74,9 @@ constexpr u32 QUERY_BYTES = GROUP * QUERY_ROW_BYTES;
 constexpr u32 SLOT_BYTES = QUERY_BYTES + 2 * ROW_BYTES + 2 * SCALE_COPY;
 // Of a warp's or a block's part of an output: STEPS times four floats of each lane, maxima and sums.
 constexpr int PART_FLOATS = (STEPS + 1) * 32 * 4;
+// Of parts: a row, what a lane has of a head, and how many parts are loaded before they are added. Large
+// batches have one or two, and registers do not allow more.
+constexpr int COLUMNS = (GROUP + 2) * KV_HEADS * HEAD_DIM, LANE_DIMS = HEAD_DIM / 32, PARTS_AT_ONCE = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "spans of 64");
 static_assert(TILE % 32 == 0 && TILE <= 128 && PAGE_SIZE % 16 == 0, "whole pieces");
 static_assert(GROUP <= 8, "columns of a product");
@@ -70,20 +84,29 @@ static_assert((WARPS & (WARPS - 1)) == 0, "warps take turns");
 // A wait cannot tell a phase from the one before the last: whoever waits for one must have seen the one
 // before.
 static_assert(STAGES % WARPS == 0, "a stage belongs to one warp");
+static_assert(SLOTS % QUERY_WARPS == 0, "a slot belongs to one warp");
+static_assert(FROM_PARTS ? !FP8 : QUERY_WARPS == 1, "16-bit caches only; one thread copies queries");
 
 struct alignas(64) Params {
   TensorMap k, v;  // boxes: 64 columns of 16 bits, PIECE / SHARING rows, SPANS
-  const u16* q;    // [num_sequences][KV_HEADS][GROUP][HEAD_DIM]
+  const u16* q;    // [num_sequences][KV_HEADS][GROUP][HEAD_DIM], unless FROM_PARTS
   u16* output;     // the same
-  const u8 *k_cache, *v_cache;
+  u8 *k_cache, *v_cache;
   const u16 *k_scales, *v_scales;  // FP8 only: [pages][KV_HEADS][PAGE_SIZE]
   const TABLE* page_table;         // [rows][table_width]
   const LENS* context_lens;        // [num_sequences]
   const LENS* table_rows;          // [num_sequences], or null: 0, 1, 2, ..
   float* parts;                    // [blocks][PART_FLOATS]
-  u32* flags;                      // [blocks], 0
-  float factor;                    // of the scores, for base 2
-  int table_width, num_sequences;
+  u32* flags;                      // [blocks], 0 before and after
+  // FROM_PARTS only.
+  const float* qkv_parts;        // [num_qkv_parts][num_sequences][COLUMNS]: queries, keys, values
+  const u16* bias;               // [COLUMNS]
+  const float* cos_sin;          // [positions][HEAD_DIM]: cosines, sines
+  const i64* cells;              // [num_sequences], of the newest tokens
+  const float *q_norm, *k_norm;  // [HEAD_DIM]
+  float factor;                  // of the scores, for base 2
+  float eps;
+  int table_width, num_sequences, num_qkv_parts;
 };
 
 // Where things lie in shared memory.
@@ -248,12 +271,16 @@ DEV void produce_tiles(const Params& p, const Shared& shared, int lane) {
   }
 }
 
+// BF16 numbers as FP32: the first of two, and the second.
+DEV float lower_half(u32 both) { return float_of(both << 16); }
+DEV float upper_half(u32 both) { return float_of(both & 0xffff0000u); }
+
 DEV TABLE page_of_newest(const Params& p, const Shared& shared, const Segment& segment) {
   return load_constant(pages_of(p, shared, segment.sequence) + (segment.context_len - 1) / PAGE_SIZE);
 }
 
 // What the preceding kernel wrote. Pages are loaded a segment ahead.
-DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
+DEV void copy_queries(const Params& p, const Shared& shared, int lane) {
   Walk walk(p, shared, lane);
   Segment segment, next;
   bool has_segment = walk.next(segment);
@@ -285,6 +312,140 @@ DEV void produce_queries(const Params& p, const Shared& shared, int lane) {
   }
 }
 
+// What makes a segment's slot of parts.
+struct Maker {
+  const Params& p;
+  const int lane;
+  // Of the lane's dimensions.
+  float cosines[LANE_DIMS], sines[LANE_DIMS], q_norm[LANE_DIMS], k_norm[LANE_DIMS];
+  int cell;
+  float heads[GROUP + 2][LANE_DIMS];  // queries, newest key and value
+
+  DEV Maker(const Params& p, int lane) : p(p), lane(lane) {
+    if constexpr (NORMS)
+      load_floats(q_norm, p.q_norm + lane * LANE_DIMS), load_floats(k_norm, p.k_norm + lane * LANE_DIMS);
+  }
+
+  // What no preceding kernel of the chain writes.
+  DEV void load_place(const Segment& segment) {
+    const float* row = p.cos_sin + (i64)(segment.context_len - 1) * HEAD_DIM + lane % 16 * LANE_DIMS;
+    load_floats(cosines, row), load_floats(sines, row + HEAD_DIM / 2);
+    cell = (int)load_constant(p.cells + segment.sequence);
+  }
+
+  DEV void add_parts(const Segment& segment) {
+    const int count = segment.has_newest() ? GROUP + 2 : GROUP;
+    const int queries = segment.kv_head * GROUP * HEAD_DIM + lane * LANE_DIMS;
+    const int newest = segment.kv_head * HEAD_DIM + lane * LANE_DIMS;
+    const auto place = [&](const auto* row, int head) {
+      return head < GROUP ? row + queries + head * HEAD_DIM : row + newest + head * KV_HEADS * HEAD_DIM;
+    };
+#pragma unroll
+    for (int head = 0; head < GROUP + 2; ++head)
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i += 2) {
+        const u32 both = BIAS ? load_constant((const u32*)(place(p.bias, head) + i)) : 0;
+        heads[head][i] = lower_half(both), heads[head][i + 1] = upper_half(both);
+      }
+    const float* part = p.qkv_parts + (i64)segment.sequence * COLUMNS;
+    const i64 step = (i64)p.num_sequences * COLUMNS;
+    for (int left = p.num_qkv_parts; left > 0; left -= PARTS_AT_ONCE) {
+      float values[PARTS_AT_ONCE][GROUP + 2][LANE_DIMS];
+#pragma unroll
+      for (int i = 0; i < PARTS_AT_ONCE; ++i, part += step)
+#pragma unroll
+        for (int head = 0; head < GROUP + 2; ++head)
+          if (i < left && head < count) load_floats(values[i][head], place(part, head));
+#pragma unroll
+      for (int i = 0; i < PARTS_AT_ONCE; ++i)
+#pragma unroll
+        for (int head = 0; head < GROUP + 2; ++head)
+          if (i < left && head < count)
+#pragma unroll
+            for (int j = 0; j < LANE_DIMS; ++j) heads[head][j] += values[i][head][j];
+    }
+  }
+
+  // Queries and the key.
+  DEV void norm_and_turn() {
+    if constexpr (NORMS) {
+      float squares[GROUP + 1];
+#pragma unroll
+      for (int head = 0; head <= GROUP; ++head) {
+        squares[head] = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i)
+          squares[head] = multiply_add(heads[head][i], heads[head][i], squares[head]);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2)
+#pragma unroll
+        for (int head = 0; head <= GROUP; ++head) squares[head] += exchange(squares[head], bit);
+#pragma unroll
+      for (int head = 0; head <= GROUP; ++head) {
+        const float scale = reciprocal_root(multiply_add(squares[head], 1.f / HEAD_DIM, p.eps));
+#pragma unroll
+        for (int i = 0; i < LANE_DIMS; ++i) heads[head][i] *= scale * (head < GROUP ? q_norm[i] : k_norm[i]);
+      }
+    }
+#pragma unroll
+    for (int head = 0; head <= GROUP; ++head)
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; ++i) {
+        const float partner = exchange(heads[head][i], 16), sine = lane < 16 ? -sines[i] : sines[i];
+        heads[head][i] = multiply_add(partner, sine, heads[head][i] * cosines[i]);
+      }
+  }
+
+  DEV void store(const Segment& segment, u32 slot) {
+    const int row = (cell / PAGE_SIZE * KV_HEADS + segment.kv_head) * PAGE_SIZE + cell % PAGE_SIZE;
+#pragma unroll
+    for (int head = 0; head < GROUP + 2; ++head) {
+      if (head == GROUP && !segment.has_newest()) break;
+      u32 words[LANE_DIMS / 2];
+#pragma unroll
+      for (int i = 0; i < LANE_DIMS; i += 2) words[i / 2] = pack_bf16(heads[head][i], heads[head][i + 1]);
+      const u32 own = lane * LANE_DIMS * 2;
+      store_shared_words(slot + head * ROW_BYTES + own, words);
+      if (head >= GROUP)
+        store_words((head == GROUP ? p.k_cache : p.v_cache) + (i64)row * ROW_BYTES + own, words);
+    }
+  }
+};
+
+// Every QUERY_WARPS-th segment is this warp's, from that of number `first` on.
+DEV void make_queries(const Params& p, const Shared& shared, int first, int lane) {
+  Walk walk(p, shared, lane);
+  Segment segment;
+  const auto skip = [&](int count) {
+    bool has_segment = false;
+    for (int i = 0; i < count; ++i) has_segment = walk.next(segment);
+    return has_segment;
+  };
+  bool has_segment = skip(first + 1);
+  Maker maker(p, lane);
+  if (has_segment) maker.load_place(segment);
+  wait_for_predecessor();
+  for (u32 round = first; has_segment; round += QUERY_WARPS) {
+    const Place<SLOTS> place(round);
+    maker.add_parts(segment);
+    maker.norm_and_turn();
+    wait(shared.slot_empty(place.index), place.parity ^ 1);
+    maker.store(segment, shared.slot(place.index));
+    warp_sync();
+    if (lane == 0) arrive(shared.slot_full(place.index));
+    has_segment = skip(QUERY_WARPS);
+    if (has_segment) maker.load_place(segment);
+  }
+}
+
+DEV void produce_queries(const Params& p, const Shared& shared, int index, int lane) {
+  if constexpr (FROM_PARTS)
+    make_queries(p, shared, index, lane);
+  else
+    copy_queries(p, shared, lane);
+}
+
 // Where a row of a tile lies, and its 128 bytes of a span.
 DEV constexpr u32 row_place(int position, int span) {
   return position / PIECE * PIECE_BYTES + span * PIECE * 128 + position % PIECE * 128;
@@ -297,9 +458,6 @@ DEV constexpr u32 part_place(int position, int part) {
   return place ^ place / 128 % 8 * 16;
 }
 
-// BF16 numbers as FP32: the first of two, and the second.
-DEV float lower_half(u32 both) { return float_of(both << 16); }
-DEV float upper_half(u32 both) { return float_of(both & 0xffff0000u); }
 // 2 to the power of `exponent` - 127.
 DEV float power_of_2(int exponent) { return float_of((u32)exponent << 23); }
 
@@ -608,16 +766,18 @@ struct Consumer {
   }
 
   DEV void save_part(u32 place) {
+    const u32 own = place + lane * 16;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) store_shared_floats(place + (i * 32 + lane) * 16, output[i]);
+    for (int i = 0; i < STEPS; ++i) store_shared_floats(own + i * 512, output[i]);
     const float sums[4] = {maximum[0], maximum[1], total[0], total[1]};
-    store_shared_floats(place + (STEPS * 32 + lane) * 16, sums);
+    store_shared_floats(own + STEPS * 512, sums);
   }
   DEV void save_part(float* place) {
+    float* own = place + lane_index_again() * 4;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) store_floats(place + (i * 32 + lane) * 4, output[i]);
+    for (int i = 0; i < STEPS; ++i) store_floats(own + i * 128, output[i]);
     const float sums[4] = {maximum[0], maximum[1], total[0], total[1]};
-    store_floats(place + (STEPS * 32 + lane) * 4, sums);
+    store_floats(own + STEPS * 128, sums);
   }
 
   // load(i, values): four floats of a part.
@@ -652,7 +812,8 @@ struct Consumer {
       for (int bit = 4; bit < 32; bit *= 2) sum += exchange(sum, bit);
       inverse[head] = reciprocal(sum);
     }
-    const i64 pair = (i64)segment.sequence * KV_HEADS + segment.kv_head;
+    const int pair = segment.sequence * KV_HEADS + segment.kv_head;
+    const int lane = lane_index_again();
     u16* row = p.output + (pair * GROUP + lane / 4) * HEAD_DIM + lane % 4 * (FP8 ? 4 : 2);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -673,6 +834,8 @@ struct Consumer {
       wait_for_flag(p.flags + block);
       const float* part = p.parts + (i64)block * PART_FLOATS + lane * 4;
       add_part([&](int i, float(&values)[4]) { load_floats(values, part + i * 128); });
+      warp_sync();
+      if (lane == 0) lower_flag(p.flags + block);
     }
   }
 
@@ -758,8 +921,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     produce_tiles<true>(p, shared, lane);
   else if (warp == 1)
     produce_tiles<false>(p, shared, lane);
-  else if (warp == 2)
-    produce_queries(p, shared, lane);
+  else if (warp < PRODUCING_WARPS)
+    produce_queries(p, shared, warp - 2, lane);
   else
-    Consumer(p, shared, warp - COPYING_WARPS, lane).consume();
+    Consumer(p, shared, warp - PRODUCING_WARPS, lane).consume();
 }

@@ -109,8 +109,28 @@ DEV void load_floats(float (&values)[4], const float* place) {
                : "l"(place)
                : "memory");
 }
+DEV void load_floats(float (&values)[2], const float* place) {
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+               : "=f"(values[0]), "=f"(values[1])
+               : "l"(place)
+               : "memory");
+}
+DEV void store_shared_words(u32 address, const u32 (&words)[1]) { store_shared(address, (int)words[0]); }
+DEV void store_shared_words(u32 address, const u32 (&words)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1]) : "memory");
+}
 DEV void store_word(void* place, u32 word) {
   asm volatile("st.global.b32 [%0], %1;" ::"l"(place), "r"(word) : "memory");
+}
+
+DEV void store_words(void* place, const u32 (&words)[1]) { store_word(place, words[0]); }
+DEV void store_words(void* place, const u32 (&words)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(place), "r"(words[0]), "r"(words[1]) : "memory");
+}
+DEV float reciprocal_root(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // What a thread stored before `raise_flag`, and those it has met before, is there behind `wait_for_flag`.
@@ -118,6 +138,8 @@ DEV void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEV void raise_flag(u32* flag) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
 }
+// For the next launch.
+DEV void lower_flag(u32* flag) { asm volatile("st.global.b32 [%0], %1;" ::"l"(flag), "r"(0) : "memory"); }
 // As `wait`, an error for the host instead of a hang.
 DEV void wait_for_flag(const u32* flag) {
   asm volatile(

@@ -1,6 +1,7 @@
 """Compiles attention.cu for a shape, and launches it.
 
-The arguments are those of `paged_decode_attention.attend_pages`, which asks `obstacle` first.
+The arguments are those of `paged_decode_attention.attend_pages` and, for queries that are yet to be made, of
+`rope_and_attend`. Both ask `takes` first.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,34 +28,40 @@ from tiny_vllm.kernels.hopper_prefill.launch import (
     count_multiprocessors,
     is_hopper,
 )
+from tiny_vllm.kernels.rope_from_parts import HeadNorms
 
-# Whether the engine uses it: measurements compare.
+# Whether the engine uses it, and whether it makes queries of parts: measurements compare.
 TAKES_HOPPER_DECODE = True
+TAKES_PARTS = True
 # Below, what Triton's kernels lose to the limit is less than the kernel that rotates costs.
 MIN_SEQUENCES = 16
 # Their lengths and rows lie in shared memory.
 MAX_SEQUENCES = 512
 MAX_GROUP = 8
 SPAN_BYTES = SPAN * 2
-COPYING_WARPS, SLOTS = 3, 4
+SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """tile: positions that a warp takes at a time, 32, 64 or 128. stages: tiles of keys and values in shared
     memory, a multiple of warps. warps: that compute, a power of two. blocks: per multiprocessor. extra:
-    positions that a sequence's head counts beyond its context when work is shared out."""
+    positions that a sequence's head counts beyond its context when work is shared out. query_warps: that make
+    queries of parts, a divisor of SLOTS; 1 copies them where they are given."""
 
     tile: int = 64
     stages: int = 12
     warps: int = 4
     blocks: int = 1
     extra: int = 32
+    query_warps: int = 1
 
 
 # By head size. Two blocks are up to 4 % faster with heads of 64; with heads of 128 1 to 10 % slower, except
 # with many rows of padding. Such a row, a context of one token, costs as much as some hundred tokens.
 VARIANTS = {64: Variant(tile=64, stages=4, blocks=2, extra=64), 128: Variant(tile=32, extra=48)}
+# As many warps as registers allow: with one, batches of short contexts would wait for queries. Not measured.
+PARTS_VARIANTS = {64: replace(VARIANTS[64], query_warps=2), 128: replace(VARIANTS[128], query_warps=4)}
 # Of FP8: what a pair costs is the time of twice as many positions, and a byte takes more than twice as many
 # instructions, so there are eight warps with heads of 128, too. Tiles of 128 spill with two blocks.
 FP8_VARIANTS = {
@@ -66,7 +73,7 @@ FP8_VARIANTS = {
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What the kernel is compiled for. table, lens: types of the integer arguments. is_fp8: caches are
-    Fp8Cache."""
+    Fp8Cache. from_parts: it makes queries, keys and values, of a product with a bias, with norms of heads."""
 
     head_dim: int
     group: int
@@ -75,9 +82,14 @@ class Shape:
     table: torch.dtype
     lens: torch.dtype
     is_fp8: bool = False
+    from_parts: bool = False
+    has_bias: bool = False
+    has_norms: bool = False
 
     @property
     def variant(self) -> Variant:
+        if self.from_parts:
+            return PARTS_VARIANTS[self.head_dim]
         return (FP8_VARIANTS if self.is_fp8 else VARIANTS)[self.head_dim]
 
     @property
@@ -88,11 +100,28 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where blocks leave what belongs to another block's pair. parts: FP32. flags: int32, 0 before a launch,
-    which leaves anything there."""
+    """Where blocks leave what belongs to another block's pair, for launches one after another. parts: FP32.
+    flags: int32, 0 before a launch and after it."""
 
     parts: Tensor
     flags: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryParts:
+    """What queries and the newest keys and values are made of, see `rope_from_parts`. parts [S, B, (Hq + 2
+    Hkv) * D]; bias [columns]; cos_sin [max_len, R] FP32; cells [B] int64."""
+
+    parts: Tensor
+    bias: Tensor | None
+    cos_sin: Tensor
+    cells: Tensor
+    head_norms: HeadNorms | None
+
+    @property
+    def floats(self) -> list[Tensor]:
+        norms = [] if self.head_norms is None else [self.head_norms.q, self.head_norms.k]
+        return [self.parts, self.cos_sin, *([] if self.bias is None else [self.bias]), *norms]
 
 
 class Params(ctypes.Structure):
@@ -105,12 +134,13 @@ class Params(ctypes.Structure):
             for name in (
                 *("q", "output", "k_cache", "v_cache", "k_scales", "v_scales"),
                 *("page_table", "context_lens", "table_rows", "parts", "flags"),
+                *("qkv_parts", "bias", "cos_sin", "cells", "q_norm", "k_norm"),
             )
         ),
-        ("factor", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("table_width", "num_sequences")),
+        *((name, ctypes.c_float) for name in ("factor", "eps")),
+        *((name, ctypes.c_int) for name in ("table_width", "num_sequences", "num_qkv_parts")),
         # The device's structure is as large as its alignment asks.
-        ("rest", ctypes.c_char * 28),
+        ("rest", ctypes.c_char * 36),
     )
 
 
@@ -155,6 +185,28 @@ def obstacle(
     return None
 
 
+def obstacle_of_parts(made: QueryParts, k_cache: Cache) -> str | None:
+    """Why the kernel cannot make queries of these, where there is no `obstacle` otherwise."""
+    if isinstance(k_cache, Fp8Cache):
+        return "caches are in FP8"
+    if made.parts.dtype != torch.float32:
+        return f"the parts' type {made.parts.dtype} is not float32"
+    if made.bias is not None and made.bias.dtype != k_cache.dtype:
+        return f"the bias's type {made.bias.dtype} is not the cache's"
+    if made.cos_sin.shape[1] != k_cache.shape[3]:
+        return f"{made.cos_sin.shape[1]} of {k_cache.shape[3]} dimensions are rotated"
+    if (
+        made.head_norms is not None
+        and not made.head_norms.q.dtype == made.head_norms.k.dtype == torch.float32
+    ):
+        return "norms of heads are not in float32"
+    if not made.cells.is_contiguous():
+        return "cells are not contiguous"
+    if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in made.floats):
+        return "parts, or what is applied to them, are not contiguous, or no multiple of 16 is their address"
+    return None
+
+
 def _tensors_of(cache: Cache) -> list[Tensor]:
     return [cache.codes, cache.scales] if isinstance(cache, Fp8Cache) else [cache]
 
@@ -179,9 +231,13 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
         "TILE": variant.tile,
         "STAGES": variant.stages,
         "WARPS": variant.warps,
+        "QUERY_WARPS": variant.query_warps,
         "BLOCKS": variant.blocks,
         "EXTRA_POSITIONS": variant.extra,
         "SEQUENCES": MAX_SEQUENCES,
+        "FROM_PARTS": int(shape.from_parts),
+        "BIAS": int(shape.has_bias),
+        "NORMS": int(shape.has_norms),
         "WATCHDOG_NS": f"{WATCHDOG_SECONDS * 10**9}ull",
         "TABLE": INTEGERS[shape.table],
         "LENS": INTEGERS[shape.lens],
@@ -189,7 +245,8 @@ def macros(shape: Shape, variant: Variant) -> dict[str, int | str]:
 
 
 def num_threads(variant: Variant) -> int:
-    return (variant.warps + COPYING_WARPS) * 32
+    """Of a block: two warps copy keys and values."""
+    return (variant.warps + 2 + variant.query_warps) * 32
 
 
 def part_floats(head_dim: int) -> int:
@@ -212,14 +269,19 @@ def num_blocks(variant: Variant, device: torch.device) -> int:
     return count_multiprocessors(device) * variant.blocks
 
 
-def make_workspace(k_cache: Cache, variant: Variant | None = None, *, is_ready: bool) -> Workspace:
-    """is_ready: flags are 0; otherwise that is left to a kernel before."""
+def make_workspace(k_cache: Cache, variant: Variant | None = None) -> Workspace:
+    """Fills the flags with zeros."""
     head_dim, device = k_cache.shape[3], cache_tensors(k_cache)[0].device
     variants = FP8_VARIANTS if isinstance(k_cache, Fp8Cache) else VARIANTS
     blocks = num_blocks(variant or variants[head_dim], device)
     parts = torch.empty(blocks, part_floats(head_dim), dtype=torch.float32, device=device)
-    make = torch.zeros if is_ready else torch.empty
-    return Workspace(parts, make(blocks, dtype=torch.int32, device=device))
+    return Workspace(parts, torch.zeros(blocks, dtype=torch.int32, device=device))
+
+
+def workspace_of(k_cache: Cache) -> Workspace | None:
+    """For launches over such caches; None where there will be none, because of the device or the heads."""
+    device, head_dim = cache_tensors(k_cache)[0].device, k_cache.shape[3]
+    return make_workspace(k_cache) if is_hopper(device) and head_dim in VARIANTS else None
 
 
 def compile_attention(shape: Shape, variant: Variant, device: torch.device) -> CudaFunction:
@@ -235,10 +297,27 @@ def _compiled(shape: Shape, variant: Variant, device: torch.device) -> CudaFunct
     return load_or_warn(load, "the Hopper kernel of decode attention", "a slower Triton kernel")
 
 
-def shape_of(num_heads: int, k_cache: Cache, page_table: Tensor, context_lens: Tensor) -> Shape:
+def shape_of(
+    num_heads: int,
+    k_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    made: QueryParts | None = None,
+) -> Shape:
+    """made: what queries are made of, if they are not given."""
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    group, is_fp8 = num_heads // num_kv_heads, isinstance(k_cache, Fp8Cache)
-    return Shape(head_dim, group, num_kv_heads, page_size, page_table.dtype, context_lens.dtype, is_fp8)
+    return Shape(
+        head_dim=head_dim,
+        group=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        table=page_table.dtype,
+        lens=context_lens.dtype,
+        is_fp8=isinstance(k_cache, Fp8Cache),
+        from_parts=made is not None,
+        has_bias=made is not None and made.bias is not None,
+        has_norms=made is not None and made.head_norms is not None,
+    )
 
 
 def takes(
@@ -249,15 +328,19 @@ def takes(
     context_lens: Tensor,
     table_rows: Tensor,
     scale: float,
+    made: QueryParts | None = None,
 ) -> bool:
-    """Whether the engine should have `attend` take a batch of these, with whole contexts and plain scores."""
+    """Whether the engine should have `attend` take a batch of these, with whole contexts and plain scores;
+    with `made`, whether `attend_from_parts` should."""
     device = page_table.device
     if not (TAKES_HOPPER_DECODE and is_hopper(device)):
         return False
     tensors = k_cache, v_cache, page_table, context_lens
     if obstacle(num_heads, *tensors, table_rows, scale) is not None:
         return False
-    shape = shape_of(num_heads, k_cache, page_table, context_lens)
+    if made is not None and not (TAKES_PARTS and obstacle_of_parts(made, k_cache) is None):
+        return False
+    shape = shape_of(num_heads, k_cache, page_table, context_lens, made)
     return _compiled(shape, shape.variant, device) is not None
 
 
@@ -278,7 +361,7 @@ def piece_of(page_size: int, variant: Variant) -> int:
 
 def make_params(
     output: Tensor,
-    q: Tensor,
+    queries: Tensor | QueryParts,
     k_cache: Cache,
     v_cache: Cache,
     page_table: Tensor,
@@ -295,7 +378,6 @@ def make_params(
     sizes = head_dim * k_values.itemsize, math.prod(rows), piece_of(k_cache.shape[2], variant)
     maps = b"".join(_page_map(encode, values.data_ptr(), *sizes) for values in (k_values, v_values))
     params = Params(
-        q=q.data_ptr(),
         output=output.data_ptr(),
         k_cache=k_values.data_ptr(),
         v_cache=v_values.data_ptr(),
@@ -311,6 +393,14 @@ def make_params(
         num_sequences=len(context_lens),
     )
     set_maps(params, maps)
+    if isinstance(queries, Tensor):
+        params.q = queries.data_ptr()
+    else:
+        params.qkv_parts, params.num_qkv_parts = queries.parts.data_ptr(), len(queries.parts)
+        params.bias = None if queries.bias is None else queries.bias.data_ptr()
+        params.cos_sin, params.cells = queries.cos_sin.data_ptr(), queries.cells.data_ptr()
+        if (norms := queries.head_norms) is not None:
+            params.q_norm, params.k_norm, params.eps = norms.q.data_ptr(), norms.k.data_ptr(), norms.eps
     return params
 
 
@@ -331,23 +421,66 @@ def attend(
     """q [B, Hq, D] -> [B, Hq, D], written to `output` if there is one; None where the kernel cannot be
     compiled.
 
-    q and output contiguous, on a Hopper GPU, with no `obstacle`. workspace: of `make_workspace`, its flags 0
-    when the preceding kernel is complete; by default one that is filled with zeros here, which pdl cannot
-    overlap. variant: for measurements."""
-    shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
-    variant = variant or shape.variant
-    function = _compiled(shape, variant, q.device)
-    if function is None:
-        return None
+    q and output contiguous, on a Hopper GPU, with no `obstacle`. workspace: of `make_workspace`, by default
+    one that is made here, which pdl cannot overlap. variant: for measurements."""
     output = torch.empty_like(q) if output is None else output
     assert q.is_contiguous() and output.is_contiguous() and q.dtype == k_cache.dtype
     assert q.data_ptr() % 16 == 0 and output.data_ptr() % 4 == 0
-    blocks = num_blocks(variant, q.device)
+    shape = shape_of(q.shape[1], k_cache, page_table, context_lens)
+    arguments = q, k_cache, v_cache, page_table, context_lens, table_rows, scale
+    return _launch(output, *arguments, workspace, pdl, shape, variant or shape.variant)
+
+
+def attend_from_parts(
+    made: QueryParts,
+    k_cache: Cache,
+    v_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    num_heads: int,
+    scale: float,
+    *,
+    table_rows: Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = False,
+    variant: Variant | None = None,
+) -> Tensor | None:
+    """-> [B, Hq, D], as `attend` of the queries of these parts; writes the newest keys and values.
+
+    On a Hopper GPU, with no `obstacle` and no `obstacle_of_parts`. With pdl, cells must be complete early."""
+    sizes = len(context_lens), num_heads, k_cache.shape[3]
+    output = torch.empty(sizes, dtype=k_cache.dtype, device=made.parts.device)
+    assert made.parts.shape[1:] == (sizes[0], (num_heads + 2 * k_cache.shape[1]) * sizes[2])
+    assert made.cells.dtype == torch.int64
+    shape = shape_of(num_heads, k_cache, page_table, context_lens, made)
+    arguments = made, k_cache, v_cache, page_table, context_lens, table_rows, scale
+    return _launch(output, *arguments, workspace, pdl, shape, variant or shape.variant)
+
+
+def _launch(
+    output: Tensor,
+    queries: Tensor | QueryParts,
+    k_cache: Cache,
+    v_cache: Cache,
+    page_table: Tensor,
+    context_lens: Tensor,
+    table_rows: Tensor | None,
+    scale: float,
+    workspace: Workspace | None,
+    pdl: bool,
+    shape: Shape,
+    variant: Variant,
+) -> Tensor | None:
+    """Returns `output`, or None where the kernel cannot be compiled."""
+    function = _compiled(shape, variant, output.device)
+    if function is None:
+        return None
+    blocks = num_blocks(variant, output.device)
     if workspace is None:
-        workspace, pdl = make_workspace(k_cache, variant, is_ready=True), False
+        workspace, pdl = make_workspace(k_cache, variant), False
     assert len(workspace.flags) == blocks
     params = make_params(
-        output, q, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant
+        output, queries, k_cache, v_cache, page_table, context_lens, table_rows, scale, workspace, variant
     )
     function.launch(blocks, num_threads(variant), (params,), pdl=pdl)
     return output
