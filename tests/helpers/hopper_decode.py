@@ -129,7 +129,10 @@ def _run(
     if problem:
         raise RuntimeError(problem.decode())
     assert not workspace.flags.any(), "a flag stays raised"
-    rows = 2 * len(context_lens) * shape.num_kv_heads if shape.from_parts else 0
-    words = (output.numel() + rows * shape.head_dim) // 2
+    words = output.numel() // 2
+    if isinstance(queries, QueryParts):
+        # Keys and values, but not of padding.
+        num_real = int((queries.cells >= shape.page_size).sum())
+        words += num_real * shape.num_kv_heads * shape.head_dim
     assert library.count_stored_words() == words, "a word is stored twice, or not at all"
     return output

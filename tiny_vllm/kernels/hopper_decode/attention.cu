@@ -47,7 +47,8 @@
 // only later steps read them. A lane has LANE_DIMS neighbouring dimensions of each head, so a row is read and
 // written without a gap, and what a dimension is turned with lies 16 lanes further. All values of two parts
 // are asked for before the first is used; as that lasts longer than a short context, QUERY_WARPS warps take
-// turns with segments. Ordinary stores fill a slot, and one arrival behind them all hands it over.
+// turns with segments. Ordinary stores fill a slot, and one arrival behind them all hands it over. A row whose
+// cell is one of the null page is padding: it has no pieces and costs nothing, its output is 0.
 //
 // Macros: HEAD_DIM, GROUP, KV_HEADS, PAGE_SIZE, FP8 (0 or 1), HALF (of products: the same), TILE, STAGES,
 // WARPS, QUERY_WARPS (1 if queries are given), BLOCKS (of a multiprocessor), EXTRA_POSITIONS (that a pair
@@ -160,7 +161,7 @@ DEV int count_pieces(int context_len) { return (context_len + PIECE - 1) / PIECE
 
 // What a pair counts when work is shared out: a short one costs more than its bytes. The units behind its
 // pieces are nobody's work.
-DEV int count_units(int context_len) { return count_pieces(context_len) + EXTRA; }
+DEV int count_units(int context_len) { return context_len == 0 ? 0 : count_pieces(context_len) + EXTRA; }
 
 // The first of a block's units.
 DEV int first_unit(int total, int block) {
@@ -204,7 +205,7 @@ struct Walk {
       segment.sequence = sequence, segment.kv_head = kv_head;
       segment.context_len = load_shared(shared.context_len(sequence));
       segment.count = count_pieces(segment.context_len);
-      const int units = min(segment.count + EXTRA - begin, left);
+      const int units = min(count_units(segment.context_len) - begin, left);
       segment.begin = begin, segment.end = min(segment.count, begin + units);
       left -= units;
       begin = 0;
@@ -437,6 +438,12 @@ DEV void make_queries(const Params& p, const Shared& shared, int first, int lane
     has_segment = skip(QUERY_WARPS);
     if (has_segment) maker.load_place(segment);
   }
+  // The kernels behind compute with rows of padding, too.
+  constexpr int WIDTH = KV_HEADS * GROUP * HEAD_DIM;
+  for (int i = block_index() * QUERY_WARPS + first; i < p.num_sequences; i += num_blocks() * QUERY_WARPS)
+    if (load_shared(shared.context_len(i)) == 0)
+      for (int column = lane * 2; column < WIDTH; column += 64)
+        store_word(p.output + (i64)i * WIDTH + column, 0);
 }
 
 DEV void produce_queries(const Params& p, const Shared& shared, int index, int lane) {
@@ -912,7 +919,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
   for (int i = thread; i < p.num_sequences; i += THREADS) {
     const int row = p.table_rows == nullptr ? i : (int)load_constant(p.table_rows + i);
-    store_shared(shared.context_len(i), (int)load_constant(p.context_lens + i));
+    const bool is_padding = FROM_PARTS && load_constant(p.cells + i) < PAGE_SIZE;
+    store_shared(shared.context_len(i), is_padding ? 0 : (int)load_constant(p.context_lens + i));
     store_shared(shared.table_row(i), row);
   }
   named_sync(0, THREADS);
