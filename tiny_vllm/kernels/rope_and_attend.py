@@ -330,8 +330,8 @@ def rope_and_attend(
 
     cos_sin [max_len, R] FP32; cells [B] int64: where k and v go, for a real sequence the cell of its newest
     token. A row whose cell is one of the null page, 0, is padding: its result means nothing, but is finite if
-    its parts are. workspace: see `hopper.workspace_of`; without one pdl cannot overlap Hopper's kernel. The other
-    arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
+    its parts are. workspace: see `hopper.workspace_of`; without one pdl cannot overlap Hopper's kernel. The
+    other arguments are as in `attend_pages`; with pdl, cells must be complete early, too.
     """
     if window is None and softcap is None and sinks is None:
         rows = context_lens if table_rows is None else table_rows
