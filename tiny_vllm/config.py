@@ -61,7 +61,7 @@ class EngineConfig:
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens", low=2)
     max_num_seqs: int | None = _option(
         None,
-        "slots: sequences that run at the same time (GPU: 256, a server 192; CPU: 16)",
+        "slots: sequences that run at the same time (GPU: 256, a server 160; CPU: 16)",
         low=1,
         high=65536,
     )
@@ -393,7 +393,7 @@ def default_batch_limits(config: EngineConfig, gpu_bytes: int | None) -> tuple[i
     if gpu_bytes is None:
         return 16, 256, "default for this device"
     if config.max_prefill_tokens_per_decode is not None:
-        return 192, 8192, "default for this device where max_prefill_tokens_per_decode bounds waits"
+        return 160, 8192, "default for this device where max_prefill_tokens_per_decode bounds waits"
     return 256, 16384 if gpu_bytes >= LARGE_GPU_BYTES else 8192, "default for this device"
 
 

@@ -71,7 +71,7 @@ def test_no_more_pages_than_all_slots_can_fill(plan: Any) -> None:
     [
         (20, {}, (256, 8192)),
         (80, {}, (256, 16384)),
-        (80, {"max_prefill_tokens_per_decode": 4096}, (192, 8192)),
+        (80, {"max_prefill_tokens_per_decode": 4096}, (160, 8192)),
         (80, {"max_num_seqs": 20_000}, (20_000, 20_000)),
         (80, {"max_num_batched_tokens": 100}, (100, 100)),
         (80, {"max_prefill_tokens_per_decode": 4096, "max_num_seqs": 256}, (256, 8192)),
