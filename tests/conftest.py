@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # One thread per test process: `make test` runs several. Must happen before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Those of the tests that ask for more sleep meanwhile: spinning, they keep the other processes' from working.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Nothing in the tests may wait for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

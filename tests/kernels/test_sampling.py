@@ -191,7 +191,11 @@ def frequencies_fit(drawn: np.ndarray, probabilities: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 50, 1000])
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "all"])
-def test_tokens_appear_as_often_as_their_probability_says(vocab_size: int, name: str) -> None:
+def test_tokens_appear_as_often_as_their_probability_says(
+    vocab_size: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows are few at once for the sake of large vocabularies.
+    monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 500)
     params = SamplingParams(**CASES[name])
     logits = random_logits(1, vocab_size, seed=6, scale=1.5)
     kept = kept_tokens(logits[0].double().numpy(), params)

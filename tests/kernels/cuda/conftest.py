@@ -1,5 +1,5 @@
-"""A cache of its own for every test, so that nothing compiled elsewhere hides a compiler's failure; and no
-warning is withheld because another test had it."""
+"""What was compiled is kept in build/cubins, as emulations are in build/emulated; and no warning is withheld
+because another test had it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from tiny_vllm.kernels.cuda import fallback
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.cuda.nvrtc import nvrtc_version
 
+# An entry's name tells the source, the options and the compiler's version.
+KEPT = Path(__file__).parents[3] / "build" / "cubins"
+
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_VLLM_CACHE", str(KEPT))
+
+
+@pytest.fixture
+def own_cache(kept_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, for tests of the cache and of the compiler."""
     monkeypatch.setenv("TINY_VLLM_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cuda"
 

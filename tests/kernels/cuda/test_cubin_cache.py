@@ -7,6 +7,8 @@ import pytest
 
 from tiny_vllm.kernels.cuda.cubin_cache import cache_directory, read_entry, write_entry
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 def test_an_entry_comes_back_as_it_was_written() -> None:
     assert read_entry("kernel") is None

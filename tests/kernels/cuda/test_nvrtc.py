@@ -14,7 +14,7 @@ from tiny_vllm.kernels.cuda import nvrtc
 from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.cuda.nvrtc import compile_cubin, nvrtc_version
 
-pytestmark = pytest.mark.usefixtures("needs_nvrtc")
+pytestmark = pytest.mark.usefixtures("needs_nvrtc", "own_cache")
 
 SCALE = """
 float scaled(float value) { return FACTOR * value; }
