@@ -418,6 +418,7 @@ def _launch_mask_filtered(
 ) -> None:
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
+    assert all(column.is_contiguous() for column in (temperature, top_k, top_p, min_p))
     num_tiles = ceil_div(vocab_size, TILE)
     num_lines = num_tiles * (TILE // LINE)
 

@@ -199,13 +199,6 @@ class RequestMaker:
                 f"{name} must be a string, token ids, or a list of either, not {shown(value)}",
                 param=name,
             )
-        if not value:
-            raise ApiError(
-                400,
-                f"the prompt is empty: {name} is a list without entries\n"
-                "hint: send text, token ids, or a list of either",
-                param=name,
-            )
         if not any(isinstance(item, str | list) for item in value):
             return [value]  # the token ids of one prompt
         for item in value:
