@@ -281,10 +281,7 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "stop number": ({"stop": 1.5}, "stop: Input should be a string or a list of strings, not 1.5"),
     "stop entry": ({"stop": ["a", 5]}, "stop: entry 1 is no string"),
     "prompt number": ({"prompt": 5}, "prompt must be a string, token ids, or a list of either, not 5"),
-    "prompt empty list": (
-        {"prompt": []},
-        "the prompt is empty: prompt is a list without entries\nhint: send text, token ids, or a list",
-    ),
+    "prompt empty list": ({"prompt": []}, "the prompt is empty"),
     "prompt empty text": ({"prompt": ""}, "the prompt is empty"),
     "prompt empty texts": ({"prompt": [""]}, "the prompt is empty"),
     "prompt empty ids": ({"prompt": [[]]}, "the prompt is empty"),
