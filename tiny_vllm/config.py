@@ -409,8 +409,14 @@ def _choose_batch_limits(
             hint="raise max_num_batched_tokens or lower max_num_seqs",
         )
     default_seqs, default_tokens, reason = default_batch_limits(config, gpu_bytes)
-    choose("max_num_seqs", min(default_seqs, tokens or default_seqs), reason)
-    choose("max_num_batched_tokens", max(default_tokens, seqs or 0), reason)
+    if tokens is not None and tokens < default_seqs:
+        choose("max_num_seqs", tokens, "no more than max_num_batched_tokens")
+    else:
+        choose("max_num_seqs", default_seqs, reason)
+    if seqs is not None and seqs > default_tokens:
+        choose("max_num_batched_tokens", seqs, "a token of each slot")
+    else:
+        choose("max_num_batched_tokens", default_tokens, reason)
 
 
 def kv_bytes(num_values: int, head_dim: int, *, dtype: str, kv_cache_dtype: str) -> int:

@@ -111,7 +111,7 @@ def test_bench_measures_the_real_engine(
     ("has_bf16", "reason"),
     [
         (True, "bfloat16  (the checkpoint's own type)"),
-        (False, "float32  (faster: this CPU has no BF16 instructions)"),
+        (False, "float32  (prompts are faster: this CPU has no BF16 instructions)"),
     ],
 )
 def test_info_explains_its_choices_without_loading_weights(

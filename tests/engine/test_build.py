@@ -88,7 +88,7 @@ WIDE_BYTES = 134_515_008 * 4 + 1456 * 2 * 30 * 3 * 64 * 4 * 16
 
 def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, has_bf16=False, available=8 << 30)
-    assert dtype_and_reason(plan) == ("float32", "faster: this CPU has no BF16 instructions")
+    assert dtype_and_reason(plan) == ("float32", "prompts are faster: this CPU has no BF16 instructions")
     assert plan.weight_bytes == 134_515_008 * 4
     # The pool has the same bytes as ever.
     assert plan.config.num_pages == (1 << 30) // (2 * 30 * 3 * 64 * 4 * 16)

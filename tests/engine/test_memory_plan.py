@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny_vllm.config import EngineConfig
+from tiny_vllm.config import Choice, EngineConfig, ModelFacts, resolve
 from tiny_vllm.engine import build
 
 GIB = 1 << 30
@@ -83,6 +83,24 @@ def test_slots_and_steps_suit_the_gpu_and_whether_anybody_waits_for_tokens(
     config = plan_config(gigabytes * GIB, **options)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
     assert config.prefill_policy == "exclusive"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"max_num_seqs": 20_000}, "max_num_batched_tokens", "a token of each slot"),
+        ({"max_num_batched_tokens": 100}, "max_num_seqs", "no more than max_num_batched_tokens"),
+        ({"max_num_batched_tokens": 100_000}, "max_num_seqs", "default for this device"),
+        ({"max_num_seqs": 10}, "max_num_batched_tokens", "default for this device"),
+    ],
+)
+def test_a_limit_that_follows_from_the_other_says_so(options: dict[str, int], name: str, reason: str) -> None:
+    facts = ModelFacts(128, 128, 1000, 10)
+    device, dtype = Choice("device", "cuda", ""), Choice("dtype", "bfloat16", "")
+    _, choices = resolve(
+        EngineConfig(**options), facts, device=device, dtype=dtype, free_bytes=GIB, gpu_bytes=TOTAL
+    )
+    assert [choice.reason for choice in choices if choice.name == name] == [reason]
 
 
 def test_the_memory_of_large_steps_is_planned(plan_config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.serving.stub_engine import BAD_LOGITS
-from tests.serving.support import RunningServer, assert_once_below, running_server
+from tests.serving.support import STUB_COMMAND, RunningServer, assert_once_below, running_server
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
 from tiny_vllm.serving.protocol import MAX_HEAD_BYTES
 
@@ -195,6 +195,74 @@ def test_a_later_head_of_a_connection_is_limited_as_its_first(server: RunningSer
     # What comes in one piece with a long body is not taken for a long head.
     answers = exchange(server, whole + b"GET /version HTTP/1.1\r\nhost: x\r\n", b"connection: close\r\n\r\n")
     assert answers.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 431 " not in answers
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_an_offer_of_another_protocol_is_passed_over(server: RunningServer, in_pieces: bool) -> None:
+    """As curl's --http2 and Java's client make it with every request: the body is the body still."""
+    length = b"content-length: %d\r\n\r\n" % len(JSON)
+    chunks = b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON)
+    for request in (HEAD + OFFER + length + JSON, HEAD + OFFER + chunks):
+        parts = [bytes([byte]) for byte in request] if in_pieces else [request]
+        answers = exchange(server, *parts)
+        assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_nothing_hides_behind_an_offer_of_another_protocol(server: RunningServer) -> None:
+    hidden = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = HEAD + OFFER + b"content-length: %d\r\n\r\n" % len(hidden)
+    for parts in ([head + hidden], [head, hidden]):
+        answers = exchange(server, *parts)
+        assert answers.startswith(b"HTTP/1.1 400 ") and answers.count(b"HTTP/1.1 ") == 1
+    offer = OFFER.replace(b", close", b"")
+    first = b"GET /version HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n"
+    last = b"GET /version HTTP/1.1\r\nhost: x\r\n" + OFFER + b"\r\n"
+    assert exchange(server, first + first + last).count(b"HTTP/1.1 200 ") == 3
+    assert exchange(server, b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+
+
+STREAM = b'{"prompt": "ab", "max_tokens": 50, "stream": true}'
+STREAMED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+STREAMED += b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[RunningServer]:
+    """Whose streams last some 0.4 seconds."""
+    with running_server(("env", "STUB_STEP_SECONDS=0.006", *STUB_COMMAND)) as server:
+        yield server
+        server.assert_alive()
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+@pytest.mark.parametrize(
+    ("following", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /" + b"z" * 70_000, 431),
+        (CHUNKED + b"nonsense\r\n", 400),
+        (CHUNKED + b"1;" + b"x" * 80_000, 431),
+    ],
+    ids=["no request", "a long head", "no chunk", "a long extension"],
+)
+def test_what_is_refused_waits_for_the_answer_before_it(
+    slow_server: RunningServer, following: bytes, status: int, in_one_piece: bool
+) -> None:
+    parts = [STREAMED + following] if in_one_piece else [STREAMED, following]
+    stream, *others = exchange(slow_server, *parts).split(b"HTTP/1.1 ")[1:]
+    assert stream.startswith(b"200 ") and stream.count(b"data: {") > 20
+    assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert len(others) == 1 and others[0].startswith(b"%d " % status)
+
+
+def test_a_head_that_waits_for_an_answer_is_not_late() -> None:
+    command = ("env", "STUB_STEP_SECONDS=0.04", *STUB_COMMAND)
+    with running_server(command, receive_timeout=1.0) as hasty:
+        answers = exchange(hasty, STREAMED, b"GE")
+    assert answers.count(b"HTTP/1.1 ") == 1 and answers.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_very_long_prompt_holds_nobody_up(server: RunningServer) -> None:

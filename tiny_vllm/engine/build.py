@@ -83,7 +83,9 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     obstacle = "how much memory is available is unknown"
     if _available_bytes():
         try:
-            return _plan_in(Choice("dtype", "float32", f"faster: {lack}"), config, device, checkpoint)
+            return _plan_in(
+                Choice("dtype", "float32", f"prompts are faster: {lack}"), config, device, checkpoint
+            )
         except ConfigError as error:
             obstacle = f"in FP32 {error.message}"
     dtype = replace(dtype, reason=f"{dtype.reason}, although {lack}: {obstacle}")

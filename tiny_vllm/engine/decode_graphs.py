@@ -14,7 +14,8 @@ from tiny_vllm.models.decode_chain import DecodeChain
 
 MIN_CONTEXT_BUCKET = 1024
 # Up to the first number of rows in powers of two, beyond in steps: (most rows, step). A padding row costs
-# attention as much as some hundred tokens, and products of more than a hundred rows their arithmetic.
+# attention, where that does not skip it, as much as some hundred tokens, and products of more than a hundred
+# rows their arithmetic.
 POWERS_OF_TWO = 32
 STEPS = ((256, 32), (1 << 40, 64))
 

@@ -7,9 +7,12 @@ import asyncio
 import functools
 import logging
 import resource
+import sys
 import time
+from collections import deque
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tiny_vllm.serving.errors import ApiError
@@ -26,6 +29,7 @@ RESERVED_DESCRIPTORS = 32
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answer to one before, until nothing more is read."""
 WARNING_SECONDS = 10.0
+OFFER_HEADERS = (b"upgrade", b"http2-settings")
 BODY_WRITER = "tiny_vllm.body_writer"
 """The key of the BodyWriter among the extensions of an ASGI scope."""
 
@@ -79,7 +83,9 @@ class LimitedProtocol(HttpToolsProtocol):
     beside a body in chunks is. After a request that came in the same piece, a head may be longer by a piece.
 
     Trailers are dropped: nothing here reads them. A client that hangs up is noticed also while requests of
-    its own wait behind the one being answered.
+    its own wait behind the one being answered. What is refused is so once the requests before it have been
+    answered; until then nothing more is read. Offers to go on with another protocol (`Upgrade`), as clients
+    make that would rather have HTTP/2, are passed over.
 
     head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
     """
@@ -93,6 +99,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._framing_bytes = 0
         self._running: RequestResponseCycle | None = None
+        self._refusal: ApiError | None = None
+        self._piece = b""
+        self._head_without_offer: bytes | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -115,20 +124,30 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest and not self.transport.is_closing():
+        while rest and self._refusal is None and not self.transport.is_closing():
             size = PIECE_BYTES if self._is_in_body else min(PIECE_BYTES, MAX_HEAD_BYTES - self._head_bytes)
             piece, rest = rest[:size], rest[size:]
             if self._is_in_body:
                 self._framing_bytes += len(piece)
             else:
                 self._head_bytes += len(piece)
-            super().data_received(piece)  # type: ignore[arg-type]
+            self._parse(bytes(piece))
             # The end of the head sets it to 0.
             if self._head_bytes >= MAX_HEAD_BYTES:
                 self._stop_waiting()
                 self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
             elif self._framing_bytes > MAX_HEAD_BYTES:
-                self._refuse_framing()
+                self._refuse(
+                    ApiError(
+                        431,
+                        "the extensions of the chunks of the body and its trailers are together longer than "
+                        f"{MAX_HEAD_BYTES} bytes",
+                    )
+                )
+
+    def _parse(self, piece: bytes) -> None:
+        self._piece = piece
+        super().data_received(piece)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -146,6 +165,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._head_without_offer = self._write_head()
+            return
         self._is_in_body = True
         self._stop_waiting()
         num_waiting = len(self.pipeline)
@@ -160,6 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
         extensions[BODY_WRITER] = BodyWriter(self.cycle)
 
     def on_message_complete(self) -> None:
+        if self._head_without_offer is not None:
+            return
         self._is_in_body = False
         self._framing_bytes = 0
         super().on_message_complete()
@@ -168,13 +192,49 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._refusal is not None:
+            self._refuse(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called while uvicorn handles that the parser has stopped behind the head of a request with an
+        offer, since another protocol would follow. Another parser gets the head without it, and the rest."""
+        stop, head = sys.exception(), self._head_without_offer
+        assert isinstance(stop, httptools.HttpParserUpgrade) and head is not None
+        self._head_without_offer = None
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(ApiError(405, "CONNECT is not possible here: this is no proxy"))
+            return
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._parse(head + self._piece[stop.args[0] :])
+
+    def _write_head(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(t for t in value.split(b",") if t.strip().lower() not in OFFER_HEADERS)
+            if name not in OFFER_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._head_timeout, self.transport.close)
+            self._head_timer = self.loop.call_later(self._head_timeout, self._end_waiting)
+
+    def _end_waiting(self) -> None:
+        self._head_timer = None
+        if self._is_answering:
+            self._await_head()  # its turn has not come
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
 
     def _stop_waiting(self) -> None:
         self._head_bytes = 0
@@ -182,22 +242,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse_framing(self) -> None:
-        """Without a word where an answer has begun: another would be taken for that of the next request."""
-        if self.cycle.response_started:
-            self.transport.close()
-            return
-        self._refuse(
-            ApiError(
-                431,
-                "the extensions of the chunks of the body and its trailers are together longer than "
-                f"{MAX_HEAD_BYTES} bytes",
-            )
-        )
-
     def _refuse(self, error: ApiError) -> None:
-        """Answer without an application: there is no request it could be given."""
+        """Answer what is being read without an application: it is no request that one could be given."""
         if self.transport.is_closing():
+            return
+        if self._is_in_body:
+            if self.cycle.response_started:
+                # Another answer would be taken for that of the next request.
+                self.transport.close()
+                return
+            if self.cycle is self._running:
+                self._running = None
+            self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] is not self.cycle)
+            self._is_in_body = False
+        if self._is_answering:
+            self._refusal = error
+            self._stop_waiting()
             return
         body = error.encoded()
         head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
