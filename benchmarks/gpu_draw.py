@@ -9,8 +9,8 @@ processes, its tokens are compared with those that torch draws from FP32 logits,
 `written` is what `decode_chain` does without: `tiled_linear` (or cuBLAS), then `draw_tokens`; `draw alone` is
 that second part.
 
---hopper: instead, `hopper_linear/draw_product.cu` beside `draw_from_linear`, what is in use, for LM heads of
-several models.
+--hopper: instead, `hopper_linear/draw_product.cu` beside what `draw_from_linear` has without it, for LM heads
+of several models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import Report, time_graph
 from tests.helpers.kernel_compiler import compiling, meta
-from tiny_vllm.kernels.draw_from_linear import draw_from_linear, draw_from_linear_ref, launch_draw
+from tiny_vllm.kernels import draw_from_linear
+from tiny_vllm.kernels.draw_from_linear import draw_from_linear_ref, launch_draw
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref, launch_draw_tokens
 from tiny_vllm.kernels.hopper_linear.draw_launch import draw_product
 from tiny_vllm.kernels.sampling_noise import noise_keys
@@ -84,8 +86,11 @@ class Bench:
             return draw_from_linear_ref(*arguments, self.pdl)
         return launch_draw(*arguments, tiles, self.pdl)
 
-    def draw_in_use(self) -> Tensor:
-        return draw_from_linear(self.x, self.weight, self.temperature, self.keys, self.advance, self.pdl)
+    def draw_without_hopper(self) -> Tensor:
+        with mock.patch.object(draw_from_linear, "HOPPER_ROWS", ()):
+            return draw_from_linear.draw_from_linear(
+                self.x, self.weight, self.temperature, self.keys, self.advance, self.pdl
+            )
 
     def draw_by_hopper(self) -> Tensor:
         tokens = draw_product(self.x, self.weight, self.temperature, self.keys, self.advance, self.pdl)
@@ -114,7 +119,7 @@ def compare_hopper(report: Report) -> None:
         for rows in HOPPER_ROWS:
             for temperature in (0.0, 0.6):
                 bench = Bench(weight, rows, temperature)
-                for name, draw in (("in use", bench.draw_in_use), ("hopper", bench.draw_by_hopper)):
+                for name, draw in (("without", bench.draw_without_hopper), ("hopper", bench.draw_by_hopper)):
                     report.section(name, partial(bench.measure, report, name, draw))
 
 

@@ -60,7 +60,8 @@ class Variant:
 # By head size. Two blocks are up to 4 % faster with heads of 64; with heads of 128 1 to 10 % slower, except
 # with many rows of padding. Such a row, a context of one token, costs as much as some hundred tokens.
 VARIANTS = {64: Variant(tile=64, stages=4, blocks=2, extra=64), 128: Variant(tile=32, extra=48)}
-# As many warps as registers allow: with one, batches of short contexts would wait for queries. Not measured.
+# As many warps as registers allow: with one, batches of short contexts would wait for queries; one was not
+# measured.
 PARTS_VARIANTS = {64: replace(VARIANTS[64], query_warps=2), 128: replace(VARIANTS[128], query_warps=4)}
 # Of FP8: what a pair costs is the time of twice as many positions, and a byte takes more than twice as many
 # instructions, so there are eight warps with heads of 128, too. Tiles of 128 spill with two blocks.
