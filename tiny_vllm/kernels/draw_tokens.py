@@ -42,7 +42,7 @@ BLOCK = 2048
 NUM_WARPS = 4
 # Else the exact race, which hardly ever runs, takes so many that fewer programs fit a multiprocessor.
 MAX_REGISTERS = 64
-JOINED_PER_WARP = 512
+JOINED_PER_WARP = 128
 GOLDEN = tl.constexpr(GOLDEN_32)
 MIX_A = tl.constexpr(MIX_32[0])
 MIX_B = tl.constexpr(MIX_32[1])

@@ -31,8 +31,8 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Rows of 2,048: 16 values per thread.
-NUM_WARPS = 4
+# Rows of 2,048: 8 values per thread.
+NUM_WARPS = 8
 
 
 def finish_rows_ref(

@@ -245,6 +245,25 @@ def test_layers_of_a_graph_overlap_and_change_nothing(device: torch.device, kern
     assert not workspace.flags.any()
 
 
+@pytest.mark.parametrize("kernel", ["llama_1b", "llama_8b", "all_of_64"])
+def test_rows_of_padding_are_zero_and_write_nothing(device: torch.device, kernel: str) -> None:
+    """To the bit what the other rows are without them, though their parts are NaN."""
+    case = Case(kernel, BATCHES["around_tiles"], device)
+    first, made, count = case.attend(), case.made, len(case.lens)
+    page_size = case.k_cache.shape[2]
+    nothing = torch.full((2, 236, made.parts.shape[2]), torch.nan, device=device)
+    null = torch.arange(236, device=device) % page_size
+    case.made = replace(
+        made, parts=torch.cat((made.parts, nothing), 1), cells=torch.cat((made.cells, null))
+    )
+    case.lens = torch.cat((case.lens, torch.ones_like(null)))
+    # Rows of the table that sequences have: nothing may be read there for padding.
+    case.rows = torch.cat((case.rows, case.rows[null % count]))
+    attended, *caches = case.attend()
+    assert same((attended[:count], *caches), first)
+    assert (attended[count:].view(torch.int16) == 0).all()
+
+
 def test_the_engine_takes_what_it_can_make(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair of kernels for the rest, which agrees."""
     case = Case("llama_1b", BATCHES["ragged"], device)
