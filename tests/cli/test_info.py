@@ -12,6 +12,7 @@ from tests.helpers.tiny_models import edit_json, make_tiny_llama, save_tiny_llam
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine import build
+from tiny_vllm.engine.available_memory import AvailableMemory
 from tiny_vllm.engine.build import EnginePlan
 
 
@@ -128,7 +129,7 @@ def test_what_loading_would_refuse_is_said_in_the_same_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # What other programs leave differs between the two commands.
-    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(4 * 2**30))
     change(checkpoint)
     arguments = ["--model", str(checkpoint), "--num-pages", "9", *options]
     assert main(["info", *arguments]) == 1
@@ -143,7 +144,7 @@ def test_what_loading_would_refuse_is_said_in_the_same_words(
 def test_a_directory_without_weights_is_planned_by_its_config(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(4 * 2**30))
     command = ["info", str(checkpoint), "--num-pages", "9"]
 
     def shown() -> list[str]:
@@ -161,7 +162,7 @@ def test_a_directory_without_weights_is_planned_by_its_config(
 def test_a_model_that_is_too_large_for_this_machine_is_shown_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(2**30))
     shape = Path(__file__).parents[2] / "benchmarks" / "shapes" / "qwen3-30b-a3b"
     command = ["info", str(shape), "--load-format", "dummy", "--device", "cpu", "--kv-cache-dtype", "fp8"]
     assert main(command) == 1

@@ -25,8 +25,14 @@ class AvailableMemory:
     num_bytes: int
     limit: str | None = None
 
-    def __str__(self) -> str:
-        return f"{self.num_bytes / GIB:.2f} GiB" + (f" ({self.limit})" if self.limit else "")
+    @property
+    def size(self) -> str:
+        return f"{self.num_bytes / GIB:.2f} GiB"
+
+    @property
+    def reason(self) -> str:
+        """To follow a sentence: the limit in brackets, if there is one."""
+        return f" ({self.limit})" if self.limit else ""
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory | None:
