@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
+from tiny_vllm.cli.main import main
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine import build
 from tiny_vllm.engine.available_memory import AvailableMemory
@@ -173,3 +177,65 @@ def test_a_gpu_takes_the_checkpoints_type_whatever_the_cpu_has(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     plan = planned(monkeypatch, has_bf16=False, available=8 << 30, device="cuda", weight_tape=False)
     assert dtype_and_reason(plan) == ("bfloat16", "the checkpoint's own type")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    return str(save_tiny_llama(tmp_path / "tiny", make_tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        MemoryError("Unable to allocate 1.00 GiB"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_while_loading_is_told_with_what_was_planned(
+    fault: Exception, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(
+        build, "available_memory", lambda: AvailableMemory(3 << 30, "its data is limited, ulimit -d")
+    )
+    monkeypatch.setattr(build, "load_weights", load)
+    plan = build.plan_engine(EngineConfig(model=checkpoint, device="cpu", fused_cpu_decode=True))
+    with pytest.raises(ConfigError) as error:
+        build.build_engine(plan)
+    assert error.value.message.startswith(
+        "memory ran out while the engine was built: of 3.00 GiB available (its data is limited, ulimit -d) "
+        "the weights take 0.00 GiB, "
+    )
+    assert error.value.message.endswith(f", pages {plan.needs.pages / (1 << 30):.2f} GiB ({fault})")
+    assert error.value.hint == (
+        "lower num_pages, max_model_len or max_num_batched_tokens, set fused_cpu_decode=False, or free memory"
+    )
+    assert error.value.__cause__ is fault
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), OSError(errno.EIO, "broken"), KeyError("x")])
+def test_other_faults_while_loading_stay_what_they_are(
+    fault: Exception, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(build, "load_weights", load)
+    with pytest.raises(type(fault)) as error:
+        build.build_engine(build.plan_engine(EngineConfig(model=checkpoint, device="cpu")))
+    assert error.value is fault
+
+
+def test_a_pool_that_the_system_refuses_is_one_error_on_the_command_line(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_memory(monkeypatch, None)
+    assert main(["generate", "x", "--model", checkpoint, "--device", "cpu", "--num-pages", str(1 << 36)]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: memory ran out while the engine was built: the weights take 0.00 GiB, ")
+    assert "can't allocate memory: you tried to allocate" in message
+    assert hint == ("hint: lower --num-pages, --max-model-len or --max-num-batched-tokens, or free memory")

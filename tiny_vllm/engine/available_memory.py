@@ -8,6 +8,7 @@ Linux.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,10 @@ from tiny_vllm.config import GIB
 
 UNLIMITED = 1 << 60
 """Limits beyond this are none: version 1 of cgroups says so with the largest number of pages."""
+
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "failed to map segment")
+"""In the messages of torch's allocators, whose errors have no class of their own on a CPU, and of what loads
+shared libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,16 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory | None:
     """The smallest of all limits; None where the system names none. root: where /proc and /sys are."""
     found = [*_machine(root), *_cgroups(root), *_process(root)]
     return min(found, key=lambda memory: memory.num_bytes, default=None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on whichever device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_told = isinstance(error, RuntimeError | ImportError) and any(
+        text in str(error) for text in OUT_OF_MEMORY
+    )
+    return isinstance(error, MemoryError) or is_told
 
 
 def _machine(root: Path) -> Iterator[AvailableMemory]:

@@ -29,7 +29,7 @@ from tiny_vllm.config import (
     resolve,
     wanted_pool_bytes,
 )
-from tiny_vllm.engine.available_memory import AvailableMemory, available_memory
+from tiny_vllm.engine.available_memory import AvailableMemory, available_memory, is_out_of_memory
 from tiny_vllm.engine.batch import BatchShape, build_batch, pack_batch
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.decode_stepper import DecodeStepper
@@ -175,7 +175,6 @@ def _plan_in(
     left = None if left is None else left - second
     hints = [f"set {choice.name}=False" for choice in (tape, fused) if choice.value]
     if left is not None and left < (per_page if is_open else 0):
-        assert available is not None
         raise _no_memory_for_pages(dtype, needs, available, hints, is_on_gpu=gpu_bytes is not None)
     resolved, choices = resolve(
         config, facts, device=device, dtype=chosen_dtype, free_bytes=left, gpu_bytes=gpu_bytes
@@ -188,10 +187,9 @@ def _plan_in(
             f"sequence of max_model_len ({resolved.max_model_len})"
         )
     if left is not None and needs.pages > left:
-        assert available is not None
         raise ConfigError(
             f"the page pool needs {needs.pages / GIB:.2f} GiB ({resolved.num_pages} pages), but "
-            f"{needs.shares_beside_pages(available)}",
+            f"{replace(needs, pages=0).shares(available)}",
             hint=", or ".join(["lower num_pages, kv_cache_memory_bytes or mean_sequence_len", *hints]),
         )
     resolved = replace(resolved, fused_cpu_decode=bool(fused.value), weight_tape=bool(tape.value))
@@ -250,7 +248,7 @@ def _check_tables(max_model_len: int, tables: int, left: int) -> None:
 
 
 def _no_memory_for_pages(
-    dtype: str, needs: MemoryNeeds, available: AvailableMemory, hints: list[str], *, is_on_gpu: bool
+    dtype: str, needs: MemoryNeeds, available: AvailableMemory | None, hints: list[str], *, is_on_gpu: bool
 ) -> ConfigError:
     first = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if is_on_gpu:
@@ -258,13 +256,32 @@ def _no_memory_for_pages(
     if dtype == "float32":
         hints = [*hints, "use dtype='bfloat16'"]
     return ConfigError(
-        f"no memory is left for the KV cache: {needs.shares_beside_pages(available)}",
+        f"no memory is left for the KV cache: {needs.shares(available)}",
         hint=", ".join([first, *hints, "or free memory"]),
     )
 
 
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
-    """Load the weights and allocate the page pool. progress: (values loaded, values in all)."""
+    """Load the weights and allocate the page pool. progress: (values loaded, values in all).
+
+    Raises ConfigError if memory runs out: others may take what was available, and limits may count what no
+    plan knows, such as libraries and the stacks of threads.
+    """
+    try:
+        return _build(plan, progress)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        options = [name for name in ("weight_tape", "fused_cpu_decode") if getattr(plan.config, name)]
+        hints = ["lower num_pages, max_model_len or max_num_batched_tokens"]
+        hints += [f"set {name}=False" for name in options]
+        raise ConfigError(
+            f"memory ran out while the engine was built: {plan.needs.shares(plan.available)} ({error})",
+            hint=", ".join([*hints, "or free memory"]),
+        ) from error
+
+
+def _build(plan: EnginePlan, progress: Callable[[int, int], None] | None) -> Engine:
     config, checkpoint = plan.config, plan.checkpoint
     for choice in plan.choices:
         logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)

@@ -33,16 +33,17 @@ class MemoryNeeds:
     def beside_pages(self) -> int:
         return self.weights + self.copies + self.step + self.tables
 
-    def shares_beside_pages(self, available: AvailableMemory) -> str:
+    def shares(self, available: AvailableMemory | None) -> str:
         """In words, to follow another sentence: what of the available memory goes where."""
         parts = [
             ("the weights take", self.weights),
             ("what is held of them twice", self.copies),
             ("a step", self.step),
             ("tables", self.tables),
+            ("pages", self.pages),
         ]
         shares = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts if size)
-        return f"of {available.size} available{available.reason} {shares}"
+        return shares if available is None else f"of {available.size} available{available.reason} {shares}"
 
 
 def step_bytes(spec: ModelSpec, value_bytes: int, *, num_tokens: int, num_slots: int) -> int:
