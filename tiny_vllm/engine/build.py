@@ -59,6 +59,10 @@ from tiny_vllm.weights.load import load_weights
 
 logger = logging.getLogger(__name__)
 
+CPU_SPARE_SHARE = 0.1
+"""Of the available memory: for libraries that come later (numba takes 0.13 GiB), for other processes, the API
+process of a server first, and for whatever else no plan knows. As gpu_memory_utilization leaves on a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
@@ -142,10 +146,14 @@ def _plan_in(
     kv_cache = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, fp8_obstacle(place))
     config = replace(config, kv_cache_dtype=kv_cache.value)  # type: ignore[arg-type]
     needs = _needs_beside_pages(config, spec, dtype, tables, gpu_bytes)
-    available = main_memory if gpu_bytes is None else _available_gpu_memory(config)
+    is_open = is_pool_open(config)
+    available = main_memory
+    if gpu_bytes is not None:
+        available = _available_gpu_memory(config)
+    elif available is not None and is_open:
+        needs = replace(needs, spare=int(available.num_bytes * CPU_SPARE_SHARE))
     left = None if available is None else available.num_bytes - needs.beside_pages
     per_page = page_bytes(config, dtype, facts)
-    is_open = is_pool_open(config)
     wanted = wanted_pool_bytes(config, facts, per_page, slots)
 
     obstacle = tape_obstacle(
@@ -212,6 +220,7 @@ def _needs_beside_pages(
         copies=spec.vocab_size * spec.hidden_size * value_bytes if is_packed else 0,
         step=step_bytes(spec, value_bytes, num_tokens=tokens, num_slots=slots),
         tables=tables if gpu_bytes is None else 0,
+        spare=0,
         pages=0,
     )
 

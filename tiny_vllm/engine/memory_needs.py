@@ -20,18 +20,20 @@ class MemoryNeeds:
     """Bytes on the engine's device.
 
     weights: once. copies: of those that are held in a second layout. step: activations and logits. tables:
-    of angles and page numbers; 0 on a GPU, where they are made on the host. pages: the pool.
+    of angles and page numbers; 0 on a GPU, where they are made on the host. spare: what a pool sized by
+    memory does not take. pages: the pool.
     """
 
     weights: int
     copies: int
     step: int
     tables: int
+    spare: int
     pages: int
 
     @property
     def beside_pages(self) -> int:
-        return self.weights + self.copies + self.step + self.tables
+        return self.weights + self.copies + self.step + self.tables + self.spare
 
     def shares(self, available: AvailableMemory | None) -> str:
         """In words, to follow another sentence: what of the available memory goes where."""
@@ -40,6 +42,7 @@ class MemoryNeeds:
             ("what is held of them twice", self.copies),
             ("a step", self.step),
             ("tables", self.tables),
+            ("what stays free", self.spare),
             ("pages", self.pages),
         ]
         shares = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts if size)
