@@ -233,7 +233,7 @@ class ModelFacts:
 def choose_device(device: Device, cuda_available: bool) -> Choice:
     """Where to run. Raises ConfigError when a GPU is demanded and there is none."""
     if device == "cuda" and not cuda_available:
-        raise ConfigError("device is 'cuda', but torch sees no GPU", hint="use device='cpu' or 'auto'")
+        raise ConfigError("device is 'cuda', but torch sees no GPU", hint="use device='cpu' or device='auto'")
     if device != "auto":
         return Choice("device", device, "as asked")
     if cuda_available:
@@ -313,7 +313,7 @@ def choose_fused_cpu_decode(
     if device != "cpu":
         obstacle, hint = f"the device is {device}", "use device='cpu'"
     elif dtype not in ("bfloat16", "float32"):
-        obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or 'float32'"
+        obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or dtype='float32'"
     elif not fits_family:
         obstacle, hint = "the fused step does not compute this family of models", "leave it out"
     elif kv_cache_dtype != "auto":
