@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise RequestError("there is nothing to read messages from: stdin is closed", hint="use generate")
     with session.open_llm(args) as llm:
+        session.check_takes_text(llm)
         params = session.sampling_for(llm, args)
         conversation = Conversation(
             llm, params, system=args.system, show_stats=args.stats, option_names=vars(args)
