@@ -74,7 +74,10 @@ class EngineConfig:
         0.9, "share of the GPU's memory that weights, activations and pages may take", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = _option(
-        None, "bytes for the page pool, instead of gpu_memory_utilization (CPU default: 1 GiB)", low=1
+        None,
+        "bytes for the page pool, instead of gpu_memory_utilization "
+        "(CPU default: 1 GiB, less where memory is short)",
+        low=1,
     )
     page_size: int = _option(16, "tokens per page, a power of two; 16 to 32 recommended", low=1, high=1024)
     pool_sizing: PoolSizing = _option(
