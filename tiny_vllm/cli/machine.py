@@ -87,7 +87,7 @@ def _processor_name() -> str:
 
 
 def _main_memory() -> dict[str, int | None]:
-    """Bytes the machine has, and those that this process may still take; None where the system does not say."""
+    """Bytes the machine has, and those that this process may still take; None where that is unknown."""
     total = None
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
