@@ -192,14 +192,14 @@ def test_words_that_are_options_are_told_by_their_place(text: str, typed: str) -
 
 
 def python_spellings() -> set[str]:
-    """Every `name=` of an option in a message of the package: in no f-string's value, so in its text."""
+    """Every text of the package's errors that holds `name=` of an option."""
     found = set()
     names = {option.name for option in (*fields(EngineConfig), *fields(SamplingParams))}
     for path in (Path(__file__).parents[2] / "tiny_vllm").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise):
-                texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-                texts = [text for text in texts if isinstance(text, str)]
+                constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                texts = [text for text in constants if isinstance(text, str)]
                 found |= {text for text in texts if re.search(rf"\b({'|'.join(names)})=", text)}
     return found
 

@@ -202,6 +202,7 @@ def test_an_engine_that_is_killed_before_it_is_ready_is_one_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kill = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert server.serve.__kwdefaults__ is not None
     monkeypatch.setitem(server.serve.__kwdefaults__, "engine_command", kill)
     assert main(["serve", "--port", "0"]) == 2
     listening, *lines = capfd.readouterr().err.splitlines()
