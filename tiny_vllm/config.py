@@ -74,7 +74,10 @@ class EngineConfig:
         0.9, "share of the GPU's memory that weights, activations and pages may take", low=0.01, high=1.0
     )
     kv_cache_memory_bytes: int | None = _option(
-        None, "bytes for the page pool, instead of gpu_memory_utilization (CPU default: 1 GiB)", low=1
+        None,
+        "bytes for the page pool, instead of gpu_memory_utilization "
+        "(CPU default: 1 GiB, less where memory is short)",
+        low=1,
     )
     page_size: int = _option(16, "tokens per page, a power of two; 16 to 32 recommended", low=1, high=1024)
     pool_sizing: PoolSizing = _option(
@@ -233,7 +236,7 @@ class ModelFacts:
 def choose_device(device: Device, cuda_available: bool) -> Choice:
     """Where to run. Raises ConfigError when a GPU is demanded and there is none."""
     if device == "cuda" and not cuda_available:
-        raise ConfigError("device is 'cuda', but torch sees no GPU", hint="use device='cpu' or 'auto'")
+        raise ConfigError("device is 'cuda', but torch sees no GPU", hint="use device='cpu' or device='auto'")
     if device != "auto":
         return Choice("device", device, "as asked")
     if cuda_available:
@@ -297,12 +300,13 @@ def choose_fused_cpu_decode(
     kv_cache_dtype: str = "auto",
     copied_bytes: int,
     available_bytes: int,
+    left_bytes: int,
 ) -> Choice:
     """Whether to keep most weights twice for the fused decode step.
 
     fits_family: whether the step computes this family of models. copied_bytes: the second copy.
-    available_bytes: of main memory. Raises ConfigError when it is
-    demanded and cannot be had.
+    available_bytes: of main memory. left_bytes: of that beside the weights, a step and the pages wanted.
+    Raises ConfigError when it is demanded and cannot be had.
     """
     name = "fused_cpu_decode"
     if asked is False:
@@ -312,7 +316,7 @@ def choose_fused_cpu_decode(
     if device != "cpu":
         obstacle, hint = f"the device is {device}", "use device='cpu'"
     elif dtype not in ("bfloat16", "float32"):
-        obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or 'float32'"
+        obstacle, hint = f"the dtype is {dtype}", "use dtype='bfloat16' or dtype='float32'"
     elif not fits_family:
         obstacle, hint = "the fused step does not compute this family of models", "leave it out"
     elif kv_cache_dtype != "auto":
@@ -328,6 +332,8 @@ def choose_fused_cpu_decode(
     fits = copied_bytes <= available_bytes // 4
     sizes = f"{copied_bytes / GIB:.2f} GiB of weights held twice"
     limit = f"a quarter of the {available_bytes / GIB:.2f} GiB available"
+    if fits and copied_bytes > left_bytes:
+        fits, limit = False, f"the {max(left_bytes, 0) / GIB:.2f} GiB that weights, steps and pages leave"
     return Choice(name, fits, f"{sizes}, {'within' if fits else 'more than'} {limit}")
 
 
@@ -342,9 +348,9 @@ def resolve(
 ) -> tuple[EngineConfig, tuple[Choice, ...]]:
     """Fill every "auto" once.
 
-    device, dtype: chosen before. free_bytes: GPU memory left for pages after weights and activations, of
-    gpu_bytes in all; None on a CPU. Returns the complete config and the choices made, for the log. Raises
-    ConfigError when the pool could not hold a single page.
+    device, dtype: chosen before. free_bytes: memory left for pages beside all else; None: enough for the
+    pool that a CPU has by default. gpu_bytes: of the GPU in all; None on a CPU. Returns the complete config
+    and the choices made, for the log. Raises ConfigError when the pool could not hold a single page.
     """
     on_gpu = device.value == "cuda"
     choices = [device, dtype]
@@ -368,20 +374,31 @@ def resolve(
     async_reason = "hides the host's work behind the GPU's" if on_gpu else "a CPU computes on the host"
     choose("async_scheduling", on_gpu, async_reason)
     choose("max_model_len", facts.default_model_len, "the model's context")
-    if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, more than the model's context "
-            f"({facts.max_position_embeddings} tokens)",
-            hint="lower max_model_len",
-        )
-    num_pages, reason = _size_pool(config, facts, values, free_bytes)
-    choose("num_pages", num_pages, reason)
+    if config.num_pages is None:
+        choose("num_pages", *_size_pool(config, facts, values, free_bytes))
     # It has become num_pages: together they would contradict each other.
     values["kv_cache_memory_bytes"] = None
     if not on_gpu:
         for name in ("gpu_memory_utilization", "enforce_eager"):
             choices.append(Choice(name, getattr(config, name), "has no effect on a CPU"))
     return replace(config, **values), tuple(choices)
+
+
+def check_context(config: EngineConfig, facts: ModelFacts) -> None:
+    """Raises ConfigError if sequences may become longer than the model can follow."""
+    if config.max_model_len is not None and config.max_model_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, more than the model's context "
+            f"({facts.max_position_embeddings} tokens)",
+            hint="lower max_model_len",
+        )
+
+
+def batch_limits(config: EngineConfig, gpu_bytes: int | None) -> tuple[int, int]:
+    """The slots and tokens of a step that `resolve` chooses at most, before it has."""
+    default_seqs, default_tokens, _ = default_batch_limits(config, gpu_bytes)
+    slots = config.max_num_seqs or default_seqs
+    return slots, config.max_num_batched_tokens or max(slots, default_tokens)
 
 
 def default_batch_limits(config: EngineConfig, gpu_bytes: int | None) -> tuple[int, int, str]:
@@ -432,20 +449,51 @@ def page_bytes(config: EngineConfig, dtype: str, facts: ModelFacts) -> int:
     return kv_bytes(num_values, facts.head_dim, dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
 
 
+def is_pool_open(config: EngineConfig) -> bool:
+    """Whether the size of the pool is left to the memory there is."""
+    return (
+        config.num_pages is None and config.kv_cache_memory_bytes is None and config.pool_sizing == "memory"
+    )
+
+
+def wanted_pool_bytes(config: EngineConfig, facts: ModelFacts, per_page: int, num_slots: int) -> int:
+    """Of the pool that was asked for. Where memory decides: of one sequence of max_model_len, but at most
+    what a CPU has by default."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if config.num_pages is not None:
+        return config.num_pages * per_page
+    if config.pool_sizing == "formula":
+        return _pages_by_formula(config, num_slots) * per_page
+    pages = -(-(config.max_model_len or facts.default_model_len) // config.page_size)
+    return min(pages * per_page, DEFAULT_CPU_KV_BYTES)
+
+
+def _pages_by_formula(config: EngineConfig, num_slots: int) -> int:
+    assert config.mean_sequence_len is not None
+    return -(-int(num_slots * config.mean_sequence_len * 1.5) // config.page_size)
+
+
 def _size_pool(
     config: EngineConfig, facts: ModelFacts, values: Mapping[str, Any], free_bytes: int | None
 ) -> tuple[int, str]:
-    """How many pages to allocate, and why. More than all slots at full length could use is never taken."""
+    """How many pages to allocate where num_pages does not say, and why.
+
+    The formula's number is taken as it is. A number of bytes, given or free, buys no more pages than all
+    slots at full length could use, and on a CPU no more than DEFAULT_CPU_KV_BYTES unless it was given.
+    """
+    if config.pool_sizing == "formula":
+        num_slots = values["max_num_seqs"]
+        return _pages_by_formula(config, num_slots), f"{num_slots} slots x mean length x 1.5"
     per_page = page_bytes(config, values["dtype"], facts)
     useful = values["max_num_seqs"] * -(-values["max_model_len"] // config.page_size)
-    if config.pool_sizing == "formula":
-        assert config.mean_sequence_len is not None
-        tokens = int(values["max_num_seqs"] * config.mean_sequence_len * 1.5)
-        return -(-tokens // config.page_size), f"{values['max_num_seqs']} slots x mean length x 1.5"
     budget = config.kv_cache_memory_bytes
-    if budget is None:
-        budget = DEFAULT_CPU_KV_BYTES if free_bytes is None else free_bytes
-    if config.num_pages is None and budget < per_page:
+    if budget is None and values["device"] == "cuda":
+        assert free_bytes is not None
+        budget = free_bytes
+    elif budget is None:
+        budget = DEFAULT_CPU_KV_BYTES if free_bytes is None else min(free_bytes, DEFAULT_CPU_KV_BYTES)
+    if budget < per_page:
         raise ConfigError(
             f"no room for the KV cache: {budget:,} bytes available, one page needs {per_page:,}",
             hint="raise kv_cache_memory_bytes (on a GPU also gpu_memory_utilization) or lower page_size",

@@ -76,6 +76,7 @@ class LLM:
             max_model_len=self.config.max_model_len,
             max_logprobs=self.config.max_logprobs,
             max_n=self.config.max_n,
+            ids_hint="give {'prompt_token_ids': ids}, or name a tokenizer with tokenizer=",
         )
         self._processor = OutputProcessor(self.tokenizer)
         self._streams: dict[str, deque[RequestUpdate]] = {}

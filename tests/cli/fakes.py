@@ -42,6 +42,7 @@ class FakeLLM:
     is_closed: bool = False
     _sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     spec: ModelSpec = SPEC
+    tokenizer: object = "it takes text"
     config: EngineConfig = field(
         default_factory=lambda: EngineConfig(
             device="cpu", dtype="bfloat16", max_model_len=256, max_num_seqs=4, num_pages=32

@@ -16,6 +16,7 @@ from tiny_vllm import LLM, SamplingParams
 from tiny_vllm.cli import bench_report, session
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import DTYPE_BYTES
+from tiny_vllm.engine.available_memory import AvailableMemory
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +120,8 @@ def test_info_explains_its_choices_without_loading_weights(
 ) -> None:
     monkeypatch.setattr("tiny_vllm.engine.build.load_weights", None)
     monkeypatch.setattr("tiny_vllm.engine.build._has_bf16_instructions", lambda: has_bf16)
-    monkeypatch.setattr("tiny_vllm.engine.build._available_bytes", lambda: 4 << 30)
+    memory = AvailableMemory(4 << 30)
+    monkeypatch.setattr("tiny_vllm.engine.build.available_memory", lambda: memory)
     assert main(["info", "--num-pages", "100", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "SmolLM2-135M-Instruct" in out

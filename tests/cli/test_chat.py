@@ -116,6 +116,16 @@ def test_a_refused_message_is_not_remembered_and_scripts_are_told(
     assert conversations(llm) == [[user("b")]]
 
 
+def test_a_refused_message_names_options_as_they_are_typed(
+    llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.error = RequestError("the prompt is too long", hint="shorten the prompt or raise max_model_len")
+    assert chat(monkeypatch, "one\n") == 2
+    assert "error: the prompt is too long\nhint: shorten the prompt or raise --max-model-len" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_closed_stdin_is_an_error(
     llm: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

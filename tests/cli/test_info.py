@@ -12,6 +12,7 @@ from tests.helpers.tiny_models import edit_json, make_tiny_llama, save_tiny_llam
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import Choice, EngineConfig
 from tiny_vllm.engine import build
+from tiny_vllm.engine.available_memory import AvailableMemory
 from tiny_vllm.engine.build import EnginePlan
 
 
@@ -100,6 +101,31 @@ def recommend_nonsense(directory: Path) -> None:
     edit_json(directory / "generation_config.json", top_p=7)
 
 
+def writes(name: str, text: str) -> Callable[[Path], None]:
+    return lambda directory: void((directory / name).write_text(text))
+
+
+def void(_: object) -> None:
+    pass
+
+
+SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+BROKEN_SIDE_FILES = [
+    *(writes(name, text) for name in SIDE_FILES for text in ("{", "[]", "5", "[" * 100_000)),
+    *(writes("generation_config.json", text) for text in ('{"eos_token_id": "a"}', '{"top_k": []}')),
+    *(
+        writes("tokenizer_config.json", text)
+        for text in (
+            '{"eos_token": "<|im_end|>", "added_tokens_decoder": [1]}',
+            '{"added_tokens_decoder": [1]}',
+            '{"additional_special_tokens": 5}',
+            '{"eos_token": "\\ud800"}',
+            '{"chat_template": 5}',
+        )
+    ),
+]
+
+
 def leave_as_it_is(directory: Path) -> None:
     pass
 
@@ -114,6 +140,7 @@ def leave_as_it_is(directory: Path) -> None:
         (spoil_tokenizer, [], True),
         (keep_sentencepiece_alone, [], True),
         (recommend_nonsense, [], True),
+        *((change, [], True) for change in BROKEN_SIDE_FILES),
         (leave_as_it_is, ["--max-model-len", "512"], True),
         (leave_as_it_is, ["--num-pages", "1000000000"], True),
         (leave_as_it_is, ["--tokenizer", "/no/such/tokenizer"], True),
@@ -128,7 +155,7 @@ def test_what_loading_would_refuse_is_said_in_the_same_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # What other programs leave differs between the two commands.
-    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(4 * 2**30))
     change(checkpoint)
     arguments = ["--model", str(checkpoint), "--num-pages", "9", *options]
     assert main(["info", *arguments]) == 1
@@ -140,10 +167,28 @@ def test_what_loading_would_refuse_is_said_in_the_same_words(
     assert ("\nmodel\n" in said.out, "\nmemory\n" in said.out) == (is_model_known, is_model_known)
 
 
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_a_broken_file_of_text_hides_nothing_of_the_model_and_its_plan(
+    name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(4 * 2**30))
+    command = ["info", str(checkpoint), "--num-pages", "9", "--device", "cpu"]
+    assert main(command) == 0
+    expected = capsys.readouterr().out
+    (checkpoint / name).write_text("[]")
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {checkpoint / name} holds a")
+    missing = {line.split()[0] for line in set(expected.splitlines()) - set(said.out.splitlines())}
+    # What depends on the file; free memory changes by itself.
+    unknown = {"generation_config"} if name == "generation_config.json" else {"tokenizer", "chat"}
+    assert missing - {"free_memory_bytes"} == unknown
+
+
 def test_a_directory_without_weights_is_planned_by_its_config(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 4 * 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(4 * 2**30))
     command = ["info", str(checkpoint), "--num-pages", "9"]
 
     def shown() -> list[str]:
@@ -161,7 +206,7 @@ def test_a_directory_without_weights_is_planned_by_its_config(
 def test_a_model_that_is_too_large_for_this_machine_is_shown_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 2**30)
+    monkeypatch.setattr(build, "available_memory", lambda: AvailableMemory(2**30))
     shape = Path(__file__).parents[2] / "benchmarks" / "shapes" / "qwen3-30b-a3b"
     command = ["info", str(shape), "--load-format", "dummy", "--device", "cpu", "--kv-cache-dtype", "fp8"]
     assert main(command) == 1

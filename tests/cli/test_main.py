@@ -36,6 +36,26 @@ def test_a_fault_of_the_program_is_told_apart(llm: FakeLLM, capsys: pytest.Captu
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        MemoryError("Unable to allocate 64.0 TiB"),
+        MemoryError(),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_the_program(
+    fault: Exception, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.error = fault
+    assert main(["generate", "x"]) == 1
+    what = str(fault) or "MemoryError"
+    assert capsys.readouterr().err == (
+        f"error: memory ran out: {what}\n"
+        "hint: free memory, or raise what limits it: ulimit -v, the container's limit\n"
+    )
+
+
 def test_ctrl_c_ends_quietly_with_130(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.before_word = lambda index: os.kill(os.getpid(), signal.SIGINT) if index == 1 else None
     assert main(["generate", "x"]) == 130

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -165,4 +168,47 @@ def test_errors_name_options_as_they_are_typed() -> None:
         "--max-n is 5 (not my_max_n or 'max_n'); use --load-format dummy, --no-weight-tape or a seed"
     )
     assert spelt_as_options("weight_tape=True; /a/page_size/b", names) == "--weight-tape; /a/page_size/b"
-    assert spelt_as_options(text, ["seed"]) == text
+    assert spelt_as_options(text, ["max_tokens"]) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("use device='cpu' or device='auto'", "use --device cpu or --device auto"),
+        ("a smaller model, or dtype='bfloat16' (half)", "a smaller model, or --dtype bfloat16 (half)"),
+        ("pass tokenizer=", "pass --tokenizer"),
+        ("without model= the bundled model is used", "without --model the bundled model is used"),
+        ("stop strings need detokenize=True", "stop strings need --detokenize"),
+        ("n is 5, but n may be 3", "--n is 5, but n may be 3"),
+        ("stop has 70 entries, and seed is a word", "--stop has 70 entries, and seed is a word"),
+        ("the model is a model", "the model is a model"),
+        ("/a/model=b 'model=b' other_model=b", "/a/model=b 'model=b' other_model=b"),
+    ],
+)
+def test_words_that_are_options_are_told_by_their_place(text: str, typed: str) -> None:
+    names = ["device", "dtype", "tokenizer", "model", "detokenize", "n", "stop", "seed"]
+    assert spelt_as_options(text, names) == typed
+    assert spelt_as_options(text, []) == text
+
+
+def python_spellings() -> set[str]:
+    """Every text of the package's errors that holds `name=` of an option."""
+    found = set()
+    names = {option.name for option in (*fields(EngineConfig), *fields(SamplingParams))}
+    for path in (Path(__file__).parents[2] / "tiny_vllm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                texts = [text for text in constants if isinstance(text, str)]
+                found |= {text for text in texts if re.search(rf"\b({'|'.join(names)})=", text)}
+    return found
+
+
+def test_no_message_keeps_pythons_spelling() -> None:
+    names = [option.name for option in (*fields(EngineConfig), *fields(SamplingParams))]
+    texts = python_spellings()
+    assert len(texts) > 10
+    for text in texts:
+        typed = spelt_as_options(text, names)
+        assert not re.search(rf"(?<!-)\b({'|'.join(names)})=", typed), typed
+        assert not re.search(r"--[\w-]+ \w+ or '", typed), typed

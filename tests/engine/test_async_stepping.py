@@ -237,6 +237,16 @@ def test_a_failure_that_shows_when_reading_ends_the_engine_with_a_clear_error() 
         fake.step()
 
 
+def test_memory_that_runs_out_in_a_step_ends_the_engine_with_what_to_lower() -> None:
+    fake = FakeEngine(num_steps_ahead=1)
+    fake.add("a", prompt(10))
+    fake.step()
+    fake.executor.late_failure = MemoryError("Unable to allocate 1.00 GiB")
+    with pytest.raises(EngineDead, match="Unable to allocate") as error:
+        fake.step()
+    assert error.value.hint == "lower num_pages, max_num_batched_tokens or max_num_seqs, or free memory"
+
+
 def test_steps_the_host_waits_for_anyway_are_read_at_once() -> None:
     fake = FakeEngine(num_steps_ahead=2)
     fake.executor.synchronous = True

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
+from tiny_vllm.cli.main import main
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine import build
+from tiny_vllm.engine.available_memory import AvailableMemory
 from tiny_vllm.engine.build import EnginePlan
 from tiny_vllm.errors import ConfigError
 
 MIB = 1 << 20
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    memory = None if num_bytes is None else AvailableMemory(num_bytes)
+    monkeypatch.setattr(build, "available_memory", lambda: memory)
 
 
 def refusal(**options: Any) -> ConfigError:
@@ -32,20 +42,20 @@ def refusal(**options: Any) -> ConfigError:
 def test_weights_that_exceed_main_memory_are_refused_in_their_own_words(
     dtype: str, need: str, hint: str, num_pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 100 * MIB)
+    set_memory(monkeypatch, 100 * MIB)
     error = refusal(device="cpu", dtype=dtype, num_pages=num_pages)
     assert error.message == f"the weights need {need} GiB in {dtype}, but 0.10 GiB of memory are available"
     assert error.hint == hint
 
 
 def test_memory_of_unknown_size_refuses_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 0)
+    set_memory(monkeypatch, None)
     build.plan_engine(EngineConfig(load_format="dummy", device="cpu"))
 
 
 def test_weights_that_fit_leave_the_blame_to_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_available_bytes", lambda: 300 * MIB)
-    error = refusal(device="cpu", dtype="bfloat16")
+    set_memory(monkeypatch, 500 * MIB)
+    error = refusal(device="cpu", dtype="bfloat16", num_pages=1456)
     assert error.message.startswith("the page pool needs")
 
 
@@ -70,9 +80,11 @@ def test_weights_that_exceed_the_gpus_memory_are_refused_in_their_own_words(
     assert error.hint == hint
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool, available: int, **options: Any) -> EnginePlan:
+def planned(
+    monkeypatch: pytest.MonkeyPatch, *, has_bf16: bool, available: int | None, **options: Any
+) -> EnginePlan:
     monkeypatch.setattr(build, "_has_bf16_instructions", lambda: has_bf16)
-    monkeypatch.setattr(build, "_available_bytes", lambda: available)
+    set_memory(monkeypatch, available)
     return build.plan_engine(EngineConfig(load_format="dummy", **{"device": "cpu", **options}))
 
 
@@ -82,14 +94,10 @@ def dtype_and_reason(plan: EnginePlan) -> tuple[str, str]:
     return plan.config.dtype, choice.reason
 
 
-# The bundled model in FP32, with the page pool that a CPU has by default.
-WIDE_BYTES = 134_515_008 * 4 + 1456 * 2 * 30 * 3 * 64 * 4 * 16
-
-
 def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, has_bf16=False, available=8 << 30)
     assert dtype_and_reason(plan) == ("float32", "prompts are faster: this CPU has no BF16 instructions")
-    assert plan.weight_bytes == 134_515_008 * 4
+    assert plan.needs.weights == 134_515_008 * 4
     # The pool has the same bytes as ever.
     assert plan.config.num_pages == (1 << 30) // (2 * 30 * 3 * 64 * 4 * 16)
     assert dtype_and_reason(planned(monkeypatch, has_bf16=True, available=8 << 30)) == (
@@ -106,24 +114,27 @@ def test_a_type_that_is_asked_for_is_taken_without_bf16_instructions(
     assert dtype_and_reason(plan) == (dtype, "as asked")
 
 
-def test_fp32_is_not_taken_where_weights_and_pages_need_more_memory_than_there_is(
+def test_fp32_is_not_taken_where_weights_and_the_pages_asked_for_need_more_memory_than_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(build, "can_pack", lambda dtype, device: False)
     options: dict[str, Any] = dict(has_bf16=False, num_pages=1456, max_model_len=64, max_num_seqs=1)
-    tables = 64 * 64 * 4 * 3  # of angles, and page numbers
-    assert planned(monkeypatch, available=WIDE_BYTES + tables, **options).config.dtype == "float32"
-    plan = planned(monkeypatch, available=WIDE_BYTES - 1, **options)
+    weights_and_pages = 134_515_008 * 4 + 1456 * 2 * 30 * 3 * 64 * 4 * 16
+    step = 256 * (4 * 576 + 2 * 960 + 3 * 1536) * 4 + 3 * 128 * 49_152 * 4
+    enough = weights_and_pages + step + 64 * 64 * 4 * 5 // 2 + 4 * 8  # angles, and page numbers
+    assert planned(monkeypatch, available=enough, **options).config.dtype == "float32"
+    plan = planned(monkeypatch, available=enough - 1, **options)
     dtype, reason = dtype_and_reason(plan)
-    assert (dtype, plan.weight_bytes) == ("bfloat16", 134_515_008 * 2)
+    assert (dtype, plan.needs.weights) == ("bfloat16", 134_515_008 * 2)
     assert reason == (
         "the checkpoint's own type, although this CPU has no BF16 instructions: in FP32 the page pool needs "
-        "1.00 GiB (1456 pages), but beside the weights (0.50 GiB) and a step's activations 1.00 GiB are "
-        "available"
+        "1.00 GiB (1456 pages), but of 1.58 GiB available the weights take 0.50 GiB, a step 0.08 GiB, tables "
+        "0.00 GiB"
     )
     # Where not even the weights fit.
-    dtype, reason = dtype_and_reason(planned(monkeypatch, **{**options, "num_pages": 9}, available=300 * MIB))
+    dtype, reason = dtype_and_reason(planned(monkeypatch, **{**options, "num_pages": 9}, available=400 * MIB))
     assert dtype == "bfloat16" and reason.endswith(
-        ": in FP32 the weights need 0.50 GiB in float32, but 0.29 GiB of memory are available"
+        ": in FP32 the weights need 0.50 GiB in float32, but 0.39 GiB of memory are available"
     )
 
 
@@ -136,7 +147,7 @@ def test_fp32_is_not_taken_where_the_pool_would_hold_no_page(monkeypatch: pytest
 
 
 def test_fp32_is_not_taken_on_a_guess_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dtype_and_reason(planned(monkeypatch, has_bf16=False, available=0)) == (
+    assert dtype_and_reason(planned(monkeypatch, has_bf16=False, available=None)) == (
         "bfloat16",
         "the checkpoint's own type, although this CPU has no BF16 instructions: how much memory is "
         "available is unknown",
@@ -166,3 +177,65 @@ def test_a_gpu_takes_the_checkpoints_type_whatever_the_cpu_has(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     plan = planned(monkeypatch, has_bf16=False, available=8 << 30, device="cuda", weight_tape=False)
     assert dtype_and_reason(plan) == ("bfloat16", "the checkpoint's own type")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    return str(save_tiny_llama(tmp_path / "tiny", make_tiny_llama()))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        MemoryError("Unable to allocate 1.00 GiB"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_while_loading_is_told_with_what_was_planned(
+    fault: Exception, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(
+        build, "available_memory", lambda: AvailableMemory(3 << 30, "its data is limited, ulimit -d")
+    )
+    monkeypatch.setattr(build, "load_weights", load)
+    plan = build.plan_engine(EngineConfig(model=checkpoint, device="cpu", fused_cpu_decode=True))
+    with pytest.raises(ConfigError) as error:
+        build.build_engine(plan)
+    assert error.value.message.startswith(
+        "memory ran out while the engine was built: of 3.00 GiB available (its data is limited, ulimit -d) "
+        "the weights take 0.00 GiB, "
+    )
+    assert error.value.message.endswith(f", pages {plan.needs.pages / (1 << 30):.2f} GiB ({fault})")
+    assert error.value.hint == (
+        "lower num_pages, max_model_len or max_num_batched_tokens, set fused_cpu_decode=False, or free memory"
+    )
+    assert error.value.__cause__ is fault
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), OSError(errno.EIO, "broken"), KeyError("x")])
+def test_other_faults_while_loading_stay_what_they_are(
+    fault: Exception, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(build, "load_weights", load)
+    with pytest.raises(type(fault)) as error:
+        build.build_engine(build.plan_engine(EngineConfig(model=checkpoint, device="cpu")))
+    assert error.value is fault
+
+
+def test_a_pool_that_the_system_refuses_is_one_error_on_the_command_line(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_memory(monkeypatch, None)
+    assert main(["generate", "x", "--model", checkpoint, "--device", "cpu", "--num-pages", str(1 << 36)]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith("error: memory ran out while the engine was built: the weights take 0.00 GiB, ")
+    assert "can't allocate memory: you tried to allocate" in message
+    assert hint == ("hint: lower --num-pages, --max-model-len or --max-num-batched-tokens, or free memory")

@@ -222,6 +222,7 @@ def choose(asked: bool | None = None, **changes: Any) -> Any:
         has_numba=True,
         copied_bytes=100,
         available_bytes=400,
+        left_bytes=100,
     )
     return choose_fused_cpu_decode(asked, **{**facts, **changes})
 
@@ -229,8 +230,14 @@ def choose(asked: bool | None = None, **changes: Any) -> Any:
 def test_the_second_copy_is_kept_when_a_quarter_of_the_memory_holds_it() -> None:
     assert choose().value is True
     assert choose(available_bytes=396).value is False
-    assert choose(True, available_bytes=0).value is True
+    assert choose(True, available_bytes=0, left_bytes=-5).value is True
     assert choose(False).value is False
+
+
+def test_weights_a_step_and_the_pages_wanted_come_before_the_second_copy() -> None:
+    choice = choose(left_bytes=99)
+    assert choice.value is False
+    assert choice.reason.endswith("more than the 0.00 GiB that weights, steps and pages leave")
 
 
 @pytest.mark.parametrize(

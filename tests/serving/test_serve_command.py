@@ -21,6 +21,7 @@ import pytest
 from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
 from tests.serving.support import assert_once_below, has_ended, wait_until
 from tiny_vllm.cli.main import main
+from tiny_vllm.serving import server
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,10 +180,35 @@ def test_wrong_options_are_one_message_and_code_2(
 # Noticed by the command, and by the engine's process.
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--page-size", "3"], "--page-size is 3"), (["--num-pages", "1000000000"], "lower num_pages")],
+    [
+        (["--page-size", "3"], "--page-size is 3"),
+        (["--num-pages", "1000000000"], "lower --num-pages"),
+        (
+            ["--max-num-batched-tokens", "2", "--max-num-seqs", "3"],
+            "--max-num-batched-tokens is 2, less than",
+        ),
+    ],
 )
 def test_wrong_options_end_with_one_message_and_code_2(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "tiny_vllm", "serve", "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "listening on" not in line]
+    assert [line.partition(":")[0] for line in lines] == ["error", "hint"]
+
+
+def test_an_engine_that_is_killed_before_it_is_ready_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kill = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert server.serve.__kwdefaults__ is not None
+    monkeypatch.setitem(server.serve.__kwdefaults__, "engine_command", kill)
+    assert main(["serve", "--port", "0"]) == 2
+    listening, *lines = capfd.readouterr().err.splitlines()
+    assert "listening on" in listening
+    assert lines == [
+        "error: the engine could not start: its process ended by signal 9",
+        "hint: so the system ends what takes too much memory: lower --num-pages, --max-model-len or "
+        "--max-num-batched-tokens",
+    ]

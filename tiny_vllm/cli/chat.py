@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli import session
@@ -16,6 +17,7 @@ from tiny_vllm.cli.options import (
     add_sampling_options,
     check_sampling_options,
     engine_config,
+    spelt_as_options,
 )
 from tiny_vllm.cli.records import stats_line
 from tiny_vllm.errors import RequestError
@@ -62,21 +64,36 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise RequestError("there is nothing to read messages from: stdin is closed", hint="use generate")
     with session.open_llm(args) as llm:
+        session.check_takes_text(llm)
         params = session.sampling_for(llm, args)
-        conversation = Conversation(llm, params, system=args.system, show_stats=args.stats)
+        conversation = Conversation(
+            llm, params, system=args.system, show_stats=args.stats, option_names=vars(args)
+        )
         conversation.run()
     # A person has seen the refusal; a script sees only the exit code.
     return EXIT_REFUSED if conversation.num_refused and not sys.stdin.isatty() else 0
 
 
 class Conversation:
-    """The messages so far, and the loop that reads and answers. num_refused: messages without an answer."""
+    """The messages so far, and the loop that reads and answers.
 
-    def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, show_stats: bool) -> None:
+    option_names: see `spelt_as_options`. num_refused: messages without an answer.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        system: str | None,
+        show_stats: bool,
+        option_names: Iterable[str],
+    ) -> None:
         self.llm = llm
         self.params = params
         self.system = system
         self.show_stats = show_stats
+        self.option_names = option_names
         self.messages: list[dict[str, str]] = []
         self.num_refused = 0
 
@@ -128,7 +145,7 @@ class Conversation:
             ):
                 output = session.print_stream(stream, should_stop=lambda: interrupt.requested)
         except RequestError as error:
-            _note(f"error: {error}")
+            _note(f"error: {spelt_as_options(str(error), self.option_names)}")
             self.num_refused += 1
             return
         self.messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]

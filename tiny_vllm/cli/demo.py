@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     console.width = min(console.width, MAX_WIDTH)
     start = time.monotonic()
     with session.open_llm(args) as llm:
+        session.check_takes_text(llm)
         check_requests(llm, params)
         _heading(console, "The engine")
         console.print(

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     engine_config(args)
     prompts = read_prompts(args.prompts)
     with session.open_llm(args) as llm:
+        session.check_takes_text(llm)
         params = session.sampling_for(llm, args)
         start = time.monotonic()
         if len(prompts) == 1 and params.n == 1 and not args.json:

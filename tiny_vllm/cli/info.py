@@ -28,6 +28,7 @@ from tiny_vllm.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from tiny_vllm.engine.build import EnginePlan
+    from tiny_vllm.engine.memory_needs import MemoryNeeds
     from tiny_vllm.models.spec import ModelSpec
     from tiny_vllm.text.tokenizer import Tokenizer
     from tiny_vllm.weights.checkpoint import Checkpoint
@@ -84,6 +85,11 @@ def _show_plan(plan: EnginePlan, config: EngineConfig, more_choices: Sequence[Ch
         "memory",
         [
             *_memory_rows(spec, config, config.dtype),
+            *((name, f"{size / GIB:.3f} GiB") for name, size in _other_needs(plan.needs) if size),
+            (
+                "available",
+                "unknown" if plan.available is None else f"{plan.available.size}{plan.available.reason}",
+            ),
             ("page pool", f"{config.num_pages} pages, {config.num_pages * per_page / GIB:.3f} GiB"),
             ("room for", f"{config.num_pages * config.page_size:,} tokens"),
         ],
@@ -104,17 +110,18 @@ def _show_refused(config: EngineConfig) -> None:
     """What is known of a model that cannot run as asked: of its files those that can be read count."""
     import torch
 
-    from tiny_vllm.engine.build import plan_engine
+    from tiny_vllm.engine.build import plan_checkpoint
     from tiny_vllm.weights.checkpoint import open_checkpoint
 
     _show_machine("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    for readable in _readable_parts(config):
+    for readable, has_text in _readable_parts(config):
         checkpoint = _known(
             partial(
                 open_checkpoint,
                 readable.model,
                 load_format=readable.load_format,
                 tokenizer=readable.tokenizer,
+                has_text=has_text,
             )
         )
         if checkpoint is None:
@@ -126,7 +133,7 @@ def _show_refused(config: EngineConfig) -> None:
         elif (tokenizer := _known(checkpoint.load_tokenizer)) is not None:
             text_rows = [*_text_rows(tokenizer)]
         _section("model", [*_model_rows(checkpoint), *text_rows])
-        plan = _known(partial(plan_engine, readable))
+        plan = _known(partial(plan_checkpoint, readable, checkpoint))
         if plan is None:
             dtype = checkpoint.spec.dtype if config.dtype == "auto" else config.dtype
             _section("memory", _memory_rows(checkpoint.spec, config, dtype))
@@ -136,12 +143,15 @@ def _show_refused(config: EngineConfig) -> None:
         return
 
 
-def _readable_parts(config: EngineConfig) -> Iterator[EngineConfig]:
-    """The model, then its directory without the weights, then without the tokenizer that was asked for."""
-    yield config
+def _readable_parts(config: EngineConfig) -> Iterator[tuple[EngineConfig, bool]]:
+    """The model, then its directory without the weights, then without the tokenizer that was asked for; of
+    each the whole, then without what its files say about text."""
+    parts = [config]
     if config.model is not None and os.path.isdir(os.path.expanduser(config.model)):
-        yield replace(config, load_format="dummy")
-        yield replace(config, load_format="dummy", tokenizer=None)
+        parts += [replace(config, load_format="dummy"), replace(config, load_format="dummy", tokenizer=None)]
+    for part in parts:
+        yield part, True
+        yield part, False
 
 
 def _known(find: Callable[[], Found]) -> Found | None:
@@ -169,6 +179,13 @@ def _memory_rows(spec: ModelSpec, config: EngineConfig, dtype: str) -> Iterator[
     yield "weights", f"{spec.num_parameters * DTYPE_BYTES[dtype] / GIB:.3f} GiB"
     per_page = _page_bytes(spec, config, dtype)
     yield "one page", f"{per_page / 1024:.0f} KiB for {config.page_size} tokens over all layers"
+
+
+def _other_needs(needs: MemoryNeeds) -> Iterator[tuple[str, int]]:
+    yield "weights held twice", needs.copies
+    yield "a step", needs.step
+    yield "tables", needs.tables
+    yield "stays free", needs.spare
 
 
 def _page_bytes(spec: ModelSpec, config: EngineConfig, dtype: str) -> int:

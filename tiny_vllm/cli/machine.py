@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.config import DTYPE_BYTES, kv_bytes
+from tiny_vllm.engine.available_memory import available_memory
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
@@ -86,16 +87,18 @@ def _processor_name() -> str:
 
 
 def _main_memory() -> dict[str, int | None]:
-    """Total and available bytes from Linux's /proc; None elsewhere."""
-    found: dict[str, int] = {}
+    """Bytes the machine has, and those that this process may still take; None where that is unknown."""
+    total = None
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
                 name, _, rest = line.partition(":")
-                found[name] = int(rest.split()[0]) * 1024
+                if name == "MemTotal":
+                    total = int(rest.split()[0]) * 1024
     except OSError:
         pass
-    return {"memory_bytes": found.get("MemTotal"), "free_memory_bytes": found.get("MemAvailable")}
+    available = available_memory()
+    return {"memory_bytes": total, "free_memory_bytes": None if available is None else available.num_bytes}
 
 
 def measure_read_bandwidth(device: str, *, num_bytes: int | None = None, repeats: int = 10) -> float:

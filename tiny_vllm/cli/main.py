@@ -1,7 +1,8 @@
 """The `tiny-vllm` command: reads the arguments, calls one command, and turns errors into exit codes.
 
-Exit codes: 0 done; 1 a fault of the program, or stdout cannot be written; 2 a wrong argument, option or
-request; 130 Ctrl-C; 141 nobody reads the output any more. Data goes to stdout, everything else to stderr.
+Exit codes: 0 done; 1 a fault of the program, no memory, or stdout cannot be written; 2 a wrong argument,
+option or request; 130 Ctrl-C; 141 nobody reads the output any more. Data goes to stdout, everything else to
+stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from tiny_vllm.cli import bench, chat, demo, generate, info, serve
 from tiny_vllm.cli.options import spelt_as_options
 from tiny_vllm.cli.output import OutputError, guarded_stdout
+from tiny_vllm.engine.available_memory import is_out_of_memory
 from tiny_vllm.errors import TinyVLLMError
 
 COMMANDS = (generate, chat, serve, demo, bench, info)
@@ -81,6 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
+        if is_out_of_memory(error):
+            print(
+                f"error: memory ran out: {str(error) or type(error).__name__}\n"
+                "hint: free memory, or raise what limits it: ulimit -v, the container's limit",
+                file=sys.stderr,
+            )
+            return EXIT_FAULT
         print(
             f"error: unexpected {type(error).__name__}: {error}\n"
             "hint: this is a fault of tiny-vllm; --debug shows where it happened",

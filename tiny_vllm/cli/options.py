@@ -142,19 +142,22 @@ def check_sampling_options(args: argparse.Namespace) -> None:
 def spelt_as_options(text: str, names: Iterable[str]) -> str:
     """An error's text with option names as they are typed: `max_n` as `--max-n`, `x=False` as `--no-x`.
 
-    Names of one word stay: they may be words.
+    A name of one word may be a word: it counts before "=", and where a message begins with what is wrong.
     """
-    known = "|".join(re.escape(name) for name in names if "_" in name)
+    known = "|".join(re.escape(name) for name in names)
     if not known:
         return text
 
     def typed(found: re.Match[str]) -> str:
-        name, value = found.groups()
+        name, value = found["name"], found["value"]
+        is_subject = found.start() == 0 and re.match(r" (?:is|has|contains) ", text[found.end() :])
+        if "_" not in name and value is None and not is_subject:
+            return found[0]
         if value == "False":
             return _flag(f"no_{name}")
         return _flag(name) + (f" {value.strip(chr(39))}" if value and value != "True" else "")
 
-    return re.sub(rf"(?<![\w'/-])({known})(?:=('[^']*'|\w+))?(?![\w'/])", typed, text)
+    return re.sub(rf"(?<![\w'/-])(?P<name>{known})(?:=(?P<value>'[^']*'|\w*))?(?![\w'/])", typed, text)
 
 
 def _add_switch(group: argparse._ArgumentGroup, name: str, default: bool, text: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.options import engine_config, sampling_params
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, RequestError
 from tiny_vllm.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ def open_llm(args: argparse.Namespace) -> LLM:
     from tiny_vllm.llm import LLM
 
     return LLM(**asdict(config))
+
+
+def check_takes_text(llm: LLM) -> None:
+    """Raises RequestError for a model to which nothing can be said on a command line."""
+    if llm.tokenizer is None:
+        raise RequestError("this model has no tokenizer, and takes no text", hint="name one with --tokenizer")
 
 
 def sampling_for(llm: LLM, args: argparse.Namespace) -> SamplingParams:

@@ -17,22 +17,27 @@ from tiny_vllm.config import (
     Choice,
     EngineConfig,
     ModelFacts,
+    batch_limits,
+    check_context,
     choose_device,
     choose_dtype,
     choose_fused_cpu_decode,
     choose_kv_cache_dtype,
     choose_weight_tape,
-    default_batch_limits,
+    is_pool_open,
     page_bytes,
     resolve,
+    wanted_pool_bytes,
 )
+from tiny_vllm.engine.available_memory import AvailableMemory, available_memory, is_out_of_memory
 from tiny_vllm.engine.batch import BatchShape, build_batch, pack_batch
 from tiny_vllm.engine.decode_graphs import DecodeGraphs
 from tiny_vllm.engine.decode_stepper import DecodeStepper
 from tiny_vllm.engine.engine import Engine
 from tiny_vllm.engine.forward_graphs import MAX_ROWS, ForwardGraphs, GraphRecorder
+from tiny_vllm.engine.memory_needs import MemoryNeeds, step_bytes, table_bytes
 from tiny_vllm.engine.plan import Chunk, StepPlan
-from tiny_vllm.engine.runner import PROMPT_LOGPROBS_ROWS, Runner
+from tiny_vllm.engine.runner import Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.transfers import transfers_to
@@ -40,11 +45,11 @@ from tiny_vllm.errors import ConfigError
 from tiny_vllm.kernels.cpu_decode import has_numba
 from tiny_vllm.kernels.cuda.driver import CudaFunction
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
+from tiny_vllm.kernels.linear import can_pack
 from tiny_vllm.kernels.slot_inputs import SlotState
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.decode_chain import DecodeChain
 from tiny_vllm.models.decoder import Decoder
-from tiny_vllm.models.experts import MAX_PICKS
 from tiny_vllm.models.kv_cache import KVCache, fp8_obstacle
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.tape_decode import TapeDecode, compile_tape, tape_bytes, tape_obstacle
@@ -54,18 +59,24 @@ from tiny_vllm.weights.load import load_weights
 
 logger = logging.getLogger(__name__)
 
+CPU_SPARE_SHARE = 0.1
+"""Of the available memory: for libraries that come later (numba takes 0.13 GiB), for other processes, the API
+process of a server first, and for whatever else no plan knows. As gpu_memory_utilization leaves on a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """What would be built, before any weight is read.
 
-    config: complete. choices: what was decided for the user and why. weight_bytes: of all parameters.
+    config: complete. choices: what was decided for the user and why. needs: the memory it will take, of what
+    there is available; None: unknown.
     """
 
     checkpoint: Checkpoint
     config: EngineConfig
     choices: tuple[Choice, ...]
-    weight_bytes: int
+    needs: MemoryNeeds
+    available: AvailableMemory | None
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -73,19 +84,26 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
     Raises ModelError or ConfigError.
     """
+    # No checkpoint is fetched for a GPU that is not there.
+    choose_device(config.device, torch.cuda.is_available())
+    return plan_checkpoint(
+        config, open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
+    )
+
+
+def plan_checkpoint(config: EngineConfig, checkpoint: Checkpoint) -> EnginePlan:
+    """As `plan_engine`, for a checkpoint that has been opened."""
     device = choose_device(config.device, torch.cuda.is_available())
-    checkpoint = open_checkpoint(config.model, load_format=config.load_format, tokenizer=config.tokenizer)
     dtype = choose_dtype(config.dtype, checkpoint.spec.dtype)
     is_open = config.dtype == "auto" and device.value == "cpu" and dtype.value != "float32"
     if not is_open or _has_bf16_instructions():
         return _plan_in(dtype, config, device, checkpoint)
     lack = "this CPU has no BF16 instructions"
     obstacle = "how much memory is available is unknown"
-    if _available_bytes():
+    if available_memory() is not None:
+        wide = Choice("dtype", "float32", f"prompts are faster: {lack}")
         try:
-            return _plan_in(
-                Choice("dtype", "float32", f"prompts are faster: {lack}"), config, device, checkpoint
-            )
+            return _plan_in(wide, config, device, checkpoint, must_hold_a_sequence=True)
         except ConfigError as error:
             obstacle = f"in FP32 {error.message}"
     dtype = replace(dtype, reason=f"{dtype.reason}, although {lack}: {obstacle}")
@@ -93,120 +111,186 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
 
 def _plan_in(
-    chosen_dtype: Choice, config: EngineConfig, device: Choice, checkpoint: Checkpoint
+    chosen_dtype: Choice,
+    config: EngineConfig,
+    device: Choice,
+    checkpoint: Checkpoint,
+    *,
+    must_hold_a_sequence: bool = False,
 ) -> EnginePlan:
-    """The plan in a type. Raises ConfigError where it does not fit this machine."""
-    spec, dtype = checkpoint.spec, str(chosen_dtype.value)
-    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
-    _check_weights(config, str(device.value), dtype, weight_bytes)
-    free_bytes = gpu_bytes = None
-    if device.value == "cuda":
-        gpu_bytes = torch.cuda.mem_get_info()[1]
-        free_bytes = _free_gpu_bytes(config, spec, DTYPE_BYTES[dtype], weight_bytes)
+    """The plan in a type. Raises ConfigError where it does not fit this machine.
+
+    A pool whose size is left to us takes what all else leaves, be it a single page. What only makes things
+    faster comes after it, however: on a CPU a second copy of the weights must leave it one sequence of
+    max_model_len, and with must_hold_a_sequence so must the type.
+    """
+    spec, dtype, place = checkpoint.spec, str(chosen_dtype.value), torch.device(str(device.value))
+    gpu_bytes = torch.cuda.mem_get_info()[1] if place.type == "cuda" else None
+    main_memory = available_memory()
     facts = ModelFacts(
         spec.max_position_embeddings,
         spec.default_model_len,
         spec.kv_values_per_token,
         spec.head_dim,
     )
-    kv_cache = choose_kv_cache_dtype(
-        config.kv_cache_dtype, dtype, fp8_obstacle(torch.device(str(device.value)))
-    )
+    weight_bytes = spec.num_parameters * DTYPE_BYTES[dtype]
+    _check_weights(config, dtype, weight_bytes, gpu_bytes, main_memory)
+    check_context(config, facts)
+    slots, _ = batch_limits(config, gpu_bytes)
+    max_model_len = config.max_model_len or facts.default_model_len
+    tables = table_bytes(spec, max_model_len=max_model_len, page_size=config.page_size, num_slots=slots)
+    if main_memory is not None:
+        _check_tables(
+            max_model_len, tables, main_memory.num_bytes - (weight_bytes if gpu_bytes is None else 0)
+        )
+    kv_cache = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, fp8_obstacle(place))
     config = replace(config, kv_cache_dtype=kv_cache.value)  # type: ignore[arg-type]
-    asked_pages = (config.num_pages or 0) * page_bytes(config, dtype, facts)
+    needs = _needs_beside_pages(config, spec, dtype, tables, gpu_bytes)
+    is_open = is_pool_open(config)
+    available = main_memory
+    if gpu_bytes is not None:
+        available = _available_gpu_memory(config)
+    elif available is not None and is_open:
+        needs = replace(needs, spare=int(available.num_bytes * CPU_SPARE_SHARE))
+    left = None if available is None else available.num_bytes - needs.beside_pages
+    per_page = page_bytes(config, dtype, facts)
+    wanted = wanted_pool_bytes(config, facts, per_page, slots)
+
     obstacle = tape_obstacle(
-        spec,
-        config.page_size,
-        getattr(torch, dtype),
-        torch.device(str(device.value)),
-        kv_cache_dtype=config.kv_cache_dtype,
+        spec, config.page_size, getattr(torch, dtype), place, kv_cache_dtype=config.kv_cache_dtype
     )
-    copied_bytes = 0 if obstacle else tape_bytes(spec, config.page_size)
     tape = choose_weight_tape(
         config.weight_tape,
         obstacle=obstacle,
-        tape_bytes=copied_bytes,
-        free_bytes=free_bytes or 0,
-        asked_page_bytes=asked_pages or config.kv_cache_memory_bytes or 0,
+        tape_bytes=0 if obstacle else tape_bytes(spec, config.page_size),
+        free_bytes=max(left or 0, 0),
+        asked_page_bytes=0 if is_open else wanted,
     )
-    held = f"the weights ({weight_bytes / GIB:.2f} GiB)"
-    if free_bytes is not None and tape.value:
-        free_bytes = max(free_bytes - copied_bytes, 0)
-        held += f", their second copy ({copied_bytes / GIB:.2f} GiB, weight_tape)"
-    resolved, choices = resolve(
-        config, facts, device=device, dtype=chosen_dtype, free_bytes=free_bytes, gpu_bytes=gpu_bytes
-    )
+    fused_bytes = (spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype]
     fused = choose_fused_cpu_decode(
         config.fused_cpu_decode,
-        device=str(device.value),
+        device=place.type,
         dtype=dtype,
         fits_family=spec.fits_fused_cpu_decode,
         has_numba=has_numba(),
         kv_cache_dtype=config.kv_cache_dtype,
-        copied_bytes=(spec.num_layer_parameters + spec.vocab_size * spec.hidden_size) * DTYPE_BYTES[dtype],
-        available_bytes=_available_bytes(),
+        copied_bytes=fused_bytes,
+        available_bytes=0 if available is None else available.num_bytes,
+        left_bytes=0 if left is None else left - wanted,
     )
-    resolved = replace(resolved, fused_cpu_decode=bool(fused.value), weight_tape=bool(tape.value))
-    available = _available_bytes()
-    limit = available - weight_bytes if free_bytes is None else free_bytes
-    is_known = free_bytes is not None or available > 0
+    second = fused_bytes if fused.value else tape_bytes(spec, config.page_size) if tape.value else 0
+    needs = replace(needs, copies=needs.copies + second)
+    left = None if left is None else left - second
+    hints = [f"set {choice.name}=False" for choice in (tape, fused) if choice.value]
+    if left is not None and left < (per_page if is_open else 0):
+        raise _no_memory_for_pages(dtype, needs, available, hints, is_on_gpu=gpu_bytes is not None)
+    resolved, choices = resolve(
+        config, facts, device=device, dtype=chosen_dtype, free_bytes=left, gpu_bytes=gpu_bytes
+    )
     assert resolved.num_pages is not None
-    needed = resolved.num_pages * page_bytes(resolved, dtype, facts)
-    if is_known and needed > limit:
+    needs = replace(needs, pages=resolved.num_pages * per_page)
+    if must_hold_a_sequence and is_open and needs.pages < wanted:
         raise ConfigError(
-            f"the page pool needs {needed / GIB:.2f} GiB ({resolved.num_pages} pages), but beside "
-            f"{held} and a step's activations {max(limit, 0) / GIB:.2f} GiB are available",
-            hint="lower num_pages, kv_cache_memory_bytes or mean_sequence_len"
-            + (", or set weight_tape=False" if tape.value else ""),
+            f"there is room for pages of {resolved.num_pages * resolved.page_size} tokens, less than one "
+            f"sequence of max_model_len ({resolved.max_model_len})"
         )
-    held_here = weight_bytes + needed if free_bytes is None else 0
-    _check_tables(resolved, spec, available - held_here if available else None)
-    return EnginePlan(checkpoint, resolved, (*choices, kv_cache, tape, fused), weight_bytes)
+    if left is not None and needs.pages > left:
+        raise ConfigError(
+            f"the page pool needs {needs.pages / GIB:.2f} GiB ({resolved.num_pages} pages), but "
+            f"{replace(needs, pages=0).shares(available)}",
+            hint=", or ".join(["lower num_pages, kv_cache_memory_bytes or mean_sequence_len", *hints]),
+        )
+    resolved = replace(resolved, fused_cpu_decode=bool(fused.value), weight_tape=bool(tape.value))
+    return EnginePlan(checkpoint, resolved, (*choices, kv_cache, tape, fused), needs, available)
 
 
-def _check_weights(config: EngineConfig, device: str, dtype: str, weight_bytes: int) -> None:
+def _needs_beside_pages(
+    config: EngineConfig, spec: ModelSpec, dtype: str, tables: int, gpu_bytes: int | None
+) -> MemoryNeeds:
+    """Without second copies that are a matter of choice. gpu_bytes: of the GPU in all; None: a CPU."""
+    value_bytes = DTYPE_BYTES[dtype]
+    slots, tokens = batch_limits(config, gpu_bytes)
+    if gpu_bytes is not None and not config.enforce_eager:
+        # The graphs of small steps have memory of their own, which they share.
+        tokens += MAX_ROWS
+    # The layers' matrices are packed one after the other, but the embedding stays beside the LM head's.
+    is_packed = gpu_bytes is None and can_pack(getattr(torch, dtype), torch.device("cpu"))
+    return MemoryNeeds(
+        weights=spec.num_parameters * value_bytes,
+        copies=spec.vocab_size * spec.hidden_size * value_bytes if is_packed else 0,
+        step=step_bytes(spec, value_bytes, num_tokens=tokens, num_slots=slots),
+        tables=tables if gpu_bytes is None else 0,
+        spare=0,
+        pages=0,
+    )
+
+
+def _check_weights(
+    config: EngineConfig, dtype: str, weight_bytes: int, gpu_bytes: int | None, main: AvailableMemory | None
+) -> None:
     """Refuse weights that alone need more memory than there is: no option of the page pool helps."""
     hints = ["use a smaller model"]
     if dtype == "float32":
         hints.append("dtype='bfloat16' (half as much)")
-    if device == "cuda":
-        total = torch.cuda.mem_get_info()[1]
-        limit = int(total * config.gpu_memory_utilization)
-        share = f" (gpu_memory_utilization is {config.gpu_memory_utilization})"
-        if weight_bytes < total:
+    available = main
+    if gpu_bytes is not None:
+        share = f"gpu_memory_utilization is {config.gpu_memory_utilization}"
+        available = AvailableMemory(int(gpu_bytes * config.gpu_memory_utilization), share)
+        if weight_bytes < gpu_bytes:
             hints.append("raise gpu_memory_utilization")
-    else:
-        limit, share = _available_bytes(), ""
-        if limit == 0:  # unknown
-            return
-    if weight_bytes > limit:
+    if available is not None and weight_bytes > available.num_bytes:
         raise ConfigError(
-            f"the weights need {weight_bytes / GIB:.2f} GiB in {dtype}, but {limit / GIB:.2f} GiB of memory "
-            f"are available{share}",
+            f"the weights need {weight_bytes / GIB:.2f} GiB in {dtype}, but {available.size} of memory are "
+            f"available{available.reason}",
             hint=", or ".join(hints),
         )
 
 
-def _check_tables(config: EngineConfig, spec: ModelSpec, host_bytes: int | None) -> None:
-    """Refuse a context whose tables of angles and pages need more main memory than there is (None: unknown).
-
-    They are made on the host. Angles are FP32, and while the last table is put together its parts, one and a
-    half times its size, are held beside it; a page number takes four bytes.
-    """
-    assert config.max_model_len is not None and config.max_num_seqs is not None
-    num_ropes = len({spec.layer_rope(index) for index in range(spec.num_layers)} | {spec.rope})
-    angles = config.max_model_len * spec.rope.rotary_dim * 4 * (num_ropes + 1.5)
-    pages = config.max_num_seqs * -(-config.max_model_len // config.page_size) * 4
-    if host_bytes is not None and angles + pages > host_bytes:
+def _check_tables(max_model_len: int, tables: int, left: int) -> None:
+    """Refuse a context whose tables, made on the host, need more main memory than is left there."""
+    if tables > left:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, whose rotary angles and page numbers take "
-            f"{(angles + pages) / GIB:.2f} GiB, but {max(host_bytes, 0) / GIB:.2f} GiB are available",
+            f"max_model_len is {max_model_len}, whose rotary angles and page numbers take "
+            f"{tables / GIB:.2f} GiB, but {max(left, 0) / GIB:.2f} GiB are available",
             hint="lower max_model_len",
         )
 
 
+def _no_memory_for_pages(
+    dtype: str, needs: MemoryNeeds, available: AvailableMemory | None, hints: list[str], *, is_on_gpu: bool
+) -> ConfigError:
+    first = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
+    if is_on_gpu:
+        first = "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs"
+    if dtype == "float32":
+        hints = [*hints, "use dtype='bfloat16'"]
+    return ConfigError(
+        f"no memory is left for the KV cache: {needs.shares(available)}",
+        hint=", ".join([first, *hints, "or free memory"]),
+    )
+
+
 def build_engine(plan: EnginePlan, *, progress: Callable[[int, int], None] | None = None) -> Engine:
-    """Load the weights and allocate the page pool. progress: (values loaded, values in all)."""
+    """Load the weights and allocate the page pool. progress: (values loaded, values in all).
+
+    Raises ConfigError if memory runs out: others may take what was available, and limits may count what no
+    plan knows, such as libraries and the stacks of threads.
+    """
+    try:
+        return _build(plan, progress)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        options = [name for name in ("weight_tape", "fused_cpu_decode") if getattr(plan.config, name)]
+        hints = ["lower num_pages, max_model_len or max_num_batched_tokens"]
+        hints += [f"set {name}=False" for name in options]
+        raise ConfigError(
+            f"memory ran out while the engine was built: {plan.needs.shares(plan.available)} ({error})",
+            hint=", ".join([*hints, "or free memory"]),
+        ) from error
+
+
+def _build(plan: EnginePlan, progress: Callable[[int, int], None] | None) -> Engine:
     config, checkpoint = plan.config, plan.checkpoint
     for choice in plan.choices:
         logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
@@ -309,45 +393,14 @@ def _has_bf16_instructions() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _available_bytes() -> int:
-    """Main memory that can be had without swapping; 0 where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            sizes = dict(line.split(":") for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 0
-
-
-def _free_gpu_bytes(config: EngineConfig, spec: ModelSpec, value_bytes: int, weight_bytes: int) -> int:
-    """GPU memory left for pages: the share we may use, less what is taken, the weights and a step's
-    buffers."""
+def _available_gpu_memory(config: EngineConfig) -> AvailableMemory:
+    """The share of the GPU's memory that we may use, less what is taken."""
     # What an engine of this process that was closed has left in torch's cache is free, too.
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    default_seqs, default_tokens, _ = default_batch_limits(config, total)
-    tokens = config.max_num_batched_tokens or default_tokens
-    if not config.enforce_eager:
-        # The graphs of small steps have memory of their own, which they share.
-        tokens += MAX_ROWS
-    rows = max(config.max_num_seqs or default_seqs, PROMPT_LOGPROBS_ROWS)
-    # Widest values alive at once: a layer's inputs, outputs and MLP activations; logits in FP32, three
-    # copies.
-    activations = (
-        tokens * (4 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.widest_intermediate_size) * value_bytes
+    share = f"gpu_memory_utilization is {config.gpu_memory_utilization} of {total / GIB:.2f} GiB"
+    taken = f"{(total - free) / GIB:.2f} GiB are taken"
+    return AvailableMemory(
+        max(int(total * config.gpu_memory_utilization) - (total - free), 0), f"{share}, {taken}"
     )
-    if spec.experts is not None:
-        # The outputs of picked experts, before they are summed.
-        activations += min(tokens * spec.experts.num_active, MAX_PICKS) * spec.hidden_size * 4
-    activations += 3 * rows * spec.vocab_size * 4
-    left = int(total * config.gpu_memory_utilization) - (total - free) - weight_bytes - activations
-    if left <= 0 and config.kv_cache_memory_bytes is None and config.num_pages is None:
-        raise ConfigError(
-            f"no GPU memory is left for the KV cache: gpu_memory_utilization is "
-            f"{config.gpu_memory_utilization} of {total / GIB:.1f} GiB; others take "
-            f"{(total - free) / GIB:.1f} GiB, weights {weight_bytes / GIB:.1f} GiB, activations "
-            f"{activations / GIB:.1f} GiB",
-            hint="raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory",
-        )
-    return max(left, 0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine.available_memory import is_out_of_memory
 from tiny_vllm.engine.plan import StepPlan, StepResult
 from tiny_vllm.engine.prefix_cache import root_hash
 from tiny_vllm.engine.scheduler import Scheduler
@@ -227,7 +228,10 @@ class Engine:
     def _fail(self, error: Exception) -> EngineDead:
         self._failure = error
         self._under_way.clear()
-        return EngineDead(f"a step failed: {error}", hint="the cause is shown with it")
+        hint = "the cause is shown with it"
+        if is_out_of_memory(error):
+            hint = "lower num_pages, max_num_batched_tokens or max_num_seqs, or free memory"
+        return EngineDead(f"a step failed: {error}", hint=hint)
 
     def stats(self) -> EngineStats:
         usage = self.scheduler.pool.usage()

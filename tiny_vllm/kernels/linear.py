@@ -49,17 +49,17 @@ class Linear:
         return F.linear(x, self.weight, self.bias) + residual
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed products can be used for this matrix."""
-    if weight.device.type != "cpu" or _reorder is None:
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN's packed products can be used for matrices there, which are then copied."""
+    if device.type != "cpu" or _reorder is None:
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return dtype == torch.float32
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    if not _can_pack(weight):
+    if not can_pack(weight.dtype, weight.device):
         return None
     try:
         packed: Tensor = _reorder(weight.detach(), None)

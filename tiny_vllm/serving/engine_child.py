@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +85,13 @@ class EngineChild:
             code = await self._process.wait()
             if not self._must_end:
                 await self._hear_last_words()
-            return EngineDead(f"its process ended {_describe_exit(code)}")
+            hint = None
+            if code == -signal.SIGKILL:
+                hint = (
+                    "so the system ends what takes too much memory: "
+                    "lower num_pages, max_model_len or max_num_batched_tokens"
+                )
+            return EngineDead(f"its process ended {_describe_exit(code)}", hint=hint)
         finally:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()

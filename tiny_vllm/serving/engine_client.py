@@ -201,7 +201,8 @@ class EngineClient:
                 return
             was_ready, self.ready = self.ready is not None, None
             has_ever_been_ready = was_ready or self.num_restarts > 0
-            logger.error("the engine process has ended: %s", self.failure)
+            if has_ever_been_ready:  # else it is what the command ends with
+                logger.error("the engine process has ended: %s", self.failure)
             may_restart = self._restart and has_ever_been_ready
             self.state = EngineState.LOADING if may_restart else EngineState.DEAD
             self._fail_everything()

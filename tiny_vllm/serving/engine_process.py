@@ -78,6 +78,7 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
     logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("tiny_vllm").setLevel(start.log_level)
     channel = ZmqChannel(address)
+    has_started = False
     try:
         engine, config = build(start.config, _Reporter(channel))
         warm_up(engine, config)
@@ -85,11 +86,13 @@ def main(arguments: Sequence[str], build: Build = build_engine) -> int:
         gc.collect()
         gc.freeze()
         channel.send(Ready(asdict(config)))
+        has_started = True
         EngineLoop(engine, channel, is_orphan=lambda: os.getppid() != start.parent_id).run()
     except Exception as error:
         logging.getLogger(__name__).debug("the engine process ends", exc_info=True)
-        cause = error.__cause__
-        logging.getLogger(__name__).error("%s%s", error, f" (cause: {cause!r})" if cause else "")
+        if has_started:  # why it could not start is what the command ends with
+            cause = error.__cause__
+            logging.getLogger(__name__).error("%s%s", error, f" (cause: {cause!r})" if cause else "")
         channel.send(Failed(Fault.of(error)))
         return 1
     finally:

@@ -27,6 +27,7 @@ from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, Request, SamplingParams
 
 LONG_TEXT = 2_000
+TOKENIZER_HINT = "start the server with --tokenizer"
 
 
 MAX_LIST_ENTRIES = 1 << 20
@@ -121,7 +122,7 @@ class RequestMaker:
 
     def tokens(self, body: TokenizeBody) -> list[int]:
         """The ids of /tokenize. Raises ApiError or RequestError."""
-        tokenizer = self._need_tokenizer()
+        tokenizer = self._need_tokenizer(TOKENIZER_HINT)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         given, useless = "prompt", ["add_generation_prompt", "chat_template_kwargs"]
@@ -142,7 +143,7 @@ class RequestMaker:
 
     def text(self, body: DetokenizeBody) -> str:
         """The text of /detokenize, special tokens included. Raises RequestError."""
-        tokenizer = self._need_tokenizer()
+        tokenizer = self._need_tokenizer(TOKENIZER_HINT)
         unknown = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
         if unknown:
             raise RequestError(
@@ -174,7 +175,7 @@ class RequestMaker:
         """Those of a client's are as they came: the builder looks at each."""
         if not isinstance(prompt, str):
             return whole_numbers(prompt)
-        return self._need_tokenizer().encode(
+        return self._need_tokenizer(f"send {body.PROMPT_NAME} as a list of token ids").encode(
             prompt,
             add_special_tokens=body.add_special_tokens is not False,
             parse_special_tokens=body.parse_special_tokens is not False,
@@ -220,9 +221,9 @@ class RequestMaker:
             )
         return value
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def _need_tokenizer(self, hint: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer", hint="send token ids")
+            raise RequestError("this model has no tokenizer", hint=hint)
         return self.tokenizer
 
 

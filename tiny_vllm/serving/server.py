@@ -24,7 +24,7 @@ from types import FrameType
 import uvicorn
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError, TinyVLLMError
+from tiny_vllm.errors import ConfigError, EngineDead, TinyVLLMError
 from tiny_vllm.serving.app import create_app
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
@@ -215,7 +215,10 @@ class Server(uvicorn.Server):
     def _stop_without_engine(self) -> None:
         """An engine that could not even start is a mistake in the options: there is nothing to wait for."""
         if self._service.engine.state is EngineState.DEAD and not self._service.has_been_ready:
-            self.start_failure = self._service.engine.failure
+            failure = self._service.engine.failure
+            if isinstance(failure, EngineDead):
+                failure = EngineDead(f"the engine could not start: {failure.message}", hint=failure.hint)
+            self.start_failure = failure
             self.stop()
 
 

@@ -139,14 +139,7 @@ class Service:
 
     def _take_ready(self, ready: Ready) -> None:
         self.has_been_ready = True
-        options = ready.options
-        builder = RequestBuilder(
-            self.model.tokenizer,
-            vocab_size=self.model.vocab_size,
-            max_model_len=options["max_model_len"],
-            max_logprobs=options["max_logprobs"],
-            max_n=options["max_n"],
-        )
+        builder = request_builder(self.model.tokenizer, self.model.vocab_size, ready.options)
         self._maker = RequestMaker(
             builder,
             self.model.tokenizer,
@@ -155,3 +148,17 @@ class Service:
             self.model.sampling_defaults,
         )
         logger.info("the engine is ready")
+
+
+def request_builder(
+    tokenizer: Tokenizer | None, vocab_size: int, options: Mapping[str, Any]
+) -> RequestBuilder:
+    """options: the resolved EngineConfig by field."""
+    return RequestBuilder(
+        tokenizer,
+        vocab_size=vocab_size,
+        max_model_len=options["max_model_len"],
+        max_logprobs=options["max_logprobs"],
+        max_n=options["max_n"],
+        ids_hint="send token ids as the prompt of /v1/completions",
+    )

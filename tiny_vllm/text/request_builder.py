@@ -40,7 +40,8 @@ class RequestBuilder:
 
     tokenizer: None for a model without one; it takes token ids only. vocab_size: rows of the model's
     embedding. max_model_len: most tokens of prompt plus output. max_logprobs: most logprobs per token, -1
-    for no limit. max_n: most choices. Every method raises RequestError for what cannot be done.
+    for no limit. max_n: most choices. ids_hint: how its callers give ids where a model has no tokenizer.
+    Every method raises RequestError for what cannot be done.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class RequestBuilder:
         max_model_len: int,
         max_logprobs: int = 20,
         max_n: int = 128,
+        ids_hint: str = "give token ids",
     ) -> None:
         self._tokenizer = tokenizer
+        self._ids_hint = ids_hint
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_logprobs = max_logprobs
@@ -79,7 +82,7 @@ class RequestBuilder:
         """
         token_ids: Sequence[int]
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer("a prompt of text")
+            tokenizer = self._need_tokenizer("a prompt of text", self._ids_hint)
             token_ids = tokenizer.encode(prompt, parse_special_tokens=parse_special_tokens)
         else:
             token_ids = self._check_prompt_ids(prompt)
@@ -104,7 +107,7 @@ class RequestBuilder:
 
         parse_special_tokens: see Tokenizer.encode_messages.
         """
-        tokenizer = self._need_tokenizer("a conversation")
+        tokenizer = self._need_tokenizer("a conversation", self._ids_hint)
         text, token_ids = tokenizer.encode_messages(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -192,7 +195,7 @@ class RequestBuilder:
         self._check_num_logprobs("logprobs", sampling.logprobs)
         self._check_num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
         if sampling.stop_strings:
-            self._need_tokenizer("a stop string")
+            self._need_tokenizer("a stop string", "use stop_token_ids")
         _check_texts("stop", sampling.stop_strings, MAX_STOP_STRINGS, MAX_STOP_STRING_LEN)
         bad_words = sampling.bad_words or ()
         _check_texts("bad_words", bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
@@ -251,7 +254,7 @@ class RequestBuilder:
         known_words, known = self._last_bad_words  # read once: threads share this
         if known_words == words:  # as all prompts of a call have them
             return known
-        tokenizer = self._need_tokenizer("bad_words")
+        tokenizer = self._need_tokenizer("bad_words", "use logit_bias")
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for token_ids in tokenizer.encode_word(word.lstrip()):
@@ -265,9 +268,9 @@ class RequestBuilder:
         self._last_bad_words = words, found
         return found
 
-    def _need_tokenizer(self, what: str) -> Tokenizer:
+    def _need_tokenizer(self, what: str, hint: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this model has none", hint="send token ids")
+            raise RequestError(f"{what} needs a tokenizer, and this model has none", hint=hint)
         return self._tokenizer
 
 

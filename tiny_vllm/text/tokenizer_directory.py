@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def load_tokenizer_directory(path: str | Path) -> Tokenizer:
     directory = path.parent if path.is_file() else path
     backend = _read_backend(path if path.is_file() else path / "tokenizer.json")
     config = _read_json(directory / "tokenizer_config.json")
-    _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    _add_tokens(backend, _added_tokens(config))
     roles = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
     roles = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
     _mark_special(backend, [*roles.values(), *_further_special_tokens(config)])
@@ -74,7 +74,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, but must hold an object")
@@ -85,7 +87,15 @@ def _text_of(token: object) -> str | None:
     """Tokens are written as text or as an object with `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str):
+        return None
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        raise ModelError(
+            f"the tokenizer's configuration has the token {token!r:.80}, which is no text"
+        ) from None
+    return token
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -96,16 +106,27 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
     listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     tokens = listed.values() if isinstance(listed, Mapping) else listed
+    if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+        raise ModelError(f"tokenizer_config.json lists the special tokens {listed!r:.80}, which is no list")
     return [text for token in tokens if (text := _text_of(token))]
 
 
-def _add_tokens(backend: Backend, entries: Mapping[str, Any]) -> None:
-    """Add what tokenizer_config.json lists beyond tokenizer.json. Raises ModelError if ids disagree."""
+def _added_tokens(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    entries = config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, Mapping):
+        raise ModelError(
+            f"added_tokens_decoder of tokenizer_config.json is {entries!r:.80}, which is no object"
+        )
     for key, entry in entries.items():
         if not key.isdecimal() or not isinstance(entry, Mapping):
             raise ModelError(
                 f"added_tokens_decoder of tokenizer_config.json has the entry {key!r}: {entry!r:.80}"
             )
+    return entries
+
+
+def _add_tokens(backend: Backend, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add what tokenizer_config.json lists beyond tokenizer.json. Raises ModelError if ids disagree."""
     added = backend.get_added_tokens_decoder()
     for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         content = _text_of(entry)

@@ -95,13 +95,15 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str | None, *, load_format: str = "auto", tokenizer: str | None = None
+    model: str | None, *, load_format: str = "auto", tokenizer: str | None = None, has_text: bool = True
 ) -> Checkpoint:
     """Find and check a model.
 
     model: a directory (safetensors, or one .gguf file), a .gguf file, a hub id, or None for the bundled
     model; with load_format "dummy" also a config.json, and no weights are needed.
     tokenizer: directory, tokenizer.json, .gguf file or hub id to use instead of the model's own.
+    has_text: read which tokens begin and end a text; without, a model can be looked at whose files about that
+    are damaged.
     Raises ModelError for anything missing, damaged or unsupported, ConfigError for an unknown load_format.
     """
     if load_format not in FORMATS:
@@ -119,12 +121,12 @@ def open_checkpoint(
     if gguf is not None:
         checkpoint = _open_gguf(gguf, dummy=load_format == "dummy")
     else:
-        checkpoint = _open_directory(path, dummy=load_format == "dummy")
+        checkpoint = _open_directory(path, dummy=load_format == "dummy", has_text=has_text)
     if model is None:
         checkpoint = replace(checkpoint, name=BUNDLED_NAME)
     elif not Path(model).expanduser().exists():
         checkpoint = replace(checkpoint, name=model)  # fetched: its local name is a hash
-    return checkpoint if tokenizer is None else _with_tokenizer(checkpoint, tokenizer)
+    return checkpoint if tokenizer is None else _with_tokenizer(checkpoint, tokenizer, has_text=has_text)
 
 
 def _resolve(what: str, name: str, *, weights: bool) -> Path:
@@ -176,7 +178,7 @@ def _open_gguf(path: Path, *, dummy: bool) -> Checkpoint:
     )
 
 
-def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
+def _open_directory(path: Path, *, dummy: bool, has_text: bool) -> Checkpoint:
     if path.is_file() and not dummy:
         raise ModelError(f"{path} is not a model", hint="name its directory, or use load_format='dummy'")
     directory = path.parent if path.is_file() else path
@@ -197,13 +199,13 @@ def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
         source = SafetensorsFiles(files, weight_map)
         names = match_tensors(spec, source.shapes, where=str(directory))
         spec = replace(spec, dtype=source.dtype(names))
-    bos = token_ids(directory, config, "bos")
+    bos = token_ids(directory, config, "bos") if has_text else ()
     generation_config = directory / GENERATION_CONFIG
     has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return Checkpoint(
         name=directory.resolve().name,
         spec=spec,
-        eos_token_ids=token_ids(directory, config, "eos"),
+        eos_token_ids=token_ids(directory, config, "eos") if has_text else (),
         bos_token_id=bos[0] if bos else None,
         source=source,
         tensor_names=names,
@@ -212,7 +214,7 @@ def _open_directory(path: Path, *, dummy: bool) -> Checkpoint:
     )
 
 
-def _with_tokenizer(checkpoint: Checkpoint, tokenizer: str) -> Checkpoint:
+def _with_tokenizer(checkpoint: Checkpoint, tokenizer: str, *, has_text: bool) -> Checkpoint:
     """Use another tokenizer; its end-of-sequence tokens join the model's."""
     path = _resolve("tokenizer", tokenizer, weights=False)
     gguf = _gguf_path(path)
@@ -220,7 +222,7 @@ def _with_tokenizer(checkpoint: Checkpoint, tokenizer: str) -> Checkpoint:
         file = GGUFFile(gguf)
         return _joined(checkpoint, file, file.eos_token_ids)
     directory = path.parent if path.is_file() else path
-    return _joined(checkpoint, path, tokenizer_token_ids(directory, "eos"))
+    return _joined(checkpoint, path, tokenizer_token_ids(directory, "eos") if has_text else ())
 
 
 def _joined(checkpoint: Checkpoint, tokenizer: Path | GGUFFile, eos: tuple[int, ...]) -> Checkpoint:

@@ -58,5 +58,5 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
         raise ModelError(
             f"{hub_id!r} is no path on this machine, and the hub cannot be reached ({type(error).__name__})",
-            hint="check the path or the network; without a model= the bundled model is used",
+            hint="check the path or the network; without model= the bundled model is used",
         ) from error
