@@ -8,14 +8,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.serving.support import STUB_COMMAND, RunningServer, running_server
-from tiny_vllm.serving.protocol import MAX_HEAD_BYTES
+from tiny_vllm.serving.protocol import (
+    CALLS_PER_TURN,
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    PIECE_BYTES,
+    LimitedProtocol,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +51,69 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 ANNOUNCED = HEAD + b"content-length: 99999999\r\n"
 
 
+def answer_on(client: socket.socket) -> tuple[bytes, bytes]:
+    """Head and body of the next answer, which tells its length; its connection need not end."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += received(client)
+    head, _, body = said.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    assert length is not None
+    while len(body) < int(length[1]):
+        body += received(client)
+    assert len(body) == int(length[1])
+    return head, body
+
+
+def received(client: socket.socket) -> bytes:
+    part = client.recv(1000)
+    assert part, "the server has hung up"
+    return part
+
+
 def test_long_bodies_that_are_only_announced_are_not_waited_for(server: RunningServer) -> None:
     answer = exchange(server, ANNOUNCED + b"expect: 100-continue\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
+MEBIBYTE = b" " * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ANNOUNCED + b"\r\n",
+        ANNOUNCED + b"\r\n{",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n5000000\r\n" + 9 * MEBIBYTE,
+    ],
+    ids=["announced", "begun", "in chunks"],
+)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_body_that_is_too_long_is_refused_before_its_end(
+    server: RunningServer, start: bytes, goes_on: bool
+) -> None:
+    """A client that sends all the same, and reads only then, sees the answer, too: what it sends is read."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(start)
+        if goes_on:
+            for _ in range(20):
+                client.sendall(MEBIBYTE)
+        head, body = answer_on(client)
+        assert head.startswith(b"HTTP/1.1 413 ") and b"connection: close" in head
+        assert "max_body_bytes" in json.loads(body)["error"]["message"]
+        assert client.recv(1) == b""
+
+
 def test_slow_requests_are_given_up() -> None:
     beginnings = (
         HEAD + b"content-length: 100\r\n\r\n{",
-        # Without asking first it may be on its way, and an answer would not be seen before its end.
-        ANNOUNCED + b"\r\n",
         # Without a whole head there is nobody to answer.
         HEAD,
         b"",
     )
-    with running_server(receive_timeout=3.0) as hasty, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with running_server(receive_timeout=3.0) as hasty, concurrent.futures.ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda beginning: exchange(hasty, beginning), beginnings))
-    assert [answer[:13] for answer in answers] == [b"HTTP/1.1 408 ", b"HTTP/1.1 413 ", b"", b""]
+    assert [answer[:13] for answer in answers] == [b"HTTP/1.1 408 ", b"", b""]
 
 
 def test_what_is_no_http_is_refused_in_the_same_shape(server: RunningServer) -> None:
@@ -125,6 +178,34 @@ def test_what_comes_beside_a_chunked_body_has_a_limit(
     assert f"longer than {MAX_HEAD_BYTES} bytes" in error["message"] and "chunk" in error["message"]
 
 
+def with_extensions(sizes: list[int]) -> bytes:
+    """A chunked body of one-byte chunks, each with that many bytes beside its size and content."""
+    body = JSON.ljust(len(sizes))
+    lines = (b"1" + (b";" + b"x" * (size - 1) if size else b"") for size in sizes)
+    return b"".join(b"%b\r\n%c\r\n" % pair for pair in zip(lines, body, strict=True)) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        lambda total: [total, *[0] * 99],
+        lambda total: [*[0] * 99, total],
+        lambda total: [*[7] * (total // 7), total % 7],
+        # Short chunks make up for nothing that others have.
+        lambda total: [*[*[0] * 900, 3000] * 20, *[0] * 900, total - 60_000],
+    ],
+    ids=["in the first chunk", "in the last chunk", "in all chunks", "among short chunks"],
+)
+def test_extensions_as_long_as_the_limit_are_taken_and_longer_ones_not(
+    server: RunningServer, sizes: Callable[[int], list[int]], in_one_piece: bool
+) -> None:
+    for total, status in ((MAX_HEAD_BYTES, b"200"), (MAX_HEAD_BYTES + 1, b"431")):
+        body = with_extensions(sizes(total))
+        parts = [CHUNKED + body] if in_one_piece else [CHUNKED, body]
+        assert exchange(server, *parts).startswith(b"HTTP/1.1 " + status)
+
+
 def test_chunks_of_one_byte_are_no_fault_and_trailers_no_headers(server: RunningServer) -> None:
     # Of 20,000 chunks the sizes and line ends alone are 100,000 bytes.
     body = JSON.ljust(20_000)
@@ -132,6 +213,49 @@ def test_chunks_of_one_byte_are_no_fault_and_trailers_no_headers(server: Running
     assert exchange(server, CHUNKED + chunks).startswith(b"HTTP/1.1 200 ")
     one = b"%x;name=value\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON)
     assert exchange(server, CHUNKED + one).startswith(b"HTTP/1.1 200 ")
+
+
+def counted_per_turn(monkeypatch: pytest.MonkeyPatch, callback: str) -> list[int]:
+    """How often the parser calls back between two turns of the event loop: others wait for that."""
+    counts: list[int] = []
+    is_same_turn = False
+    original = getattr(LimitedProtocol, callback)
+
+    def end_turn() -> None:
+        nonlocal is_same_turn
+        is_same_turn = False
+
+    def count(self: LimitedProtocol) -> None:
+        nonlocal is_same_turn
+        if not is_same_turn:
+            counts.append(0)
+            is_same_turn = True
+            self.loop.call_soon(end_turn)
+        counts[-1] += 1
+        original(self)
+
+    monkeypatch.setattr(LimitedProtocol, callback, count)
+    return counts
+
+
+def test_many_short_chunks_hold_nobody_up(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted_per_turn(monkeypatch, "on_chunk_header")
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in JSON.ljust(300_000)) + b"0\r\n\r\n"
+    assert exchange(server, CHUNKED + body).startswith(b"HTTP/1.1 200 ")
+    assert sum(counts) == 300_001
+    # A piece more than the limit, at six bytes a chunk.
+    assert max(counts) <= CALLS_PER_TURN + PIECE_BYTES // 6 + 1
+
+
+def test_many_requests_that_come_together_hold_nobody_up(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = counted_per_turn(monkeypatch, "on_message_begin")
+    request = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    last = request.replace(b"host", b"connection: close\r\nhost")
+    answers = exchange(server, request * 3000 + last)
+    assert answers.count(b"HTTP/1.1 200 ") == sum(counts) == 3001
+    assert max(counts) <= MAX_PIPELINED + 1
 
 
 def test_an_endless_trailer_after_the_answer_ends_the_connection(server: RunningServer) -> None:
