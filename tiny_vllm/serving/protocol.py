@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import resource
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -34,6 +36,7 @@ RESERVED_DESCRIPTORS = 32
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answer to one before, until nothing more is read."""
 WARNING_SECONDS = 10.0
+HOST = re.compile(rb"(\[[\w.:%~-]*\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
 OFFER_HEADERS = (b"upgrade", b"http2-settings")
 BODY_WRITER = "tiny_vllm.body_writer"
 """The key of the BodyWriter among the extensions of an ASGI scope."""
@@ -121,7 +124,8 @@ class LimitedProtocol(HttpToolsProtocol):
     make that would rather have HTTP/2, are passed over. What comes at once is taken in turns with the event
     loop if it is much work, and nothing more is read meanwhile.
 
-    head_timeout: seconds from the first byte, or from connecting, to the end of the head. guard: shared.
+    head_timeout: seconds from the first byte, or from connecting, to the end of the head; also from an answer
+    to the end of a body that was not read for it. guard: shared.
     """
 
     def __init__(self, *arguments: Any, head_timeout: float, guard: DescriptorGuard, **options: Any) -> None:
@@ -230,10 +234,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._head_without_offer = self._write_head()
             return
+        self._check_head()
         self._is_in_body = True
         self._stop_waiting()
         num_waiting = len(self.pipeline)
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            # It knows no chunks: the end of the connection is that of an answer without a length.
+            self.cycle.chunked_encoding = False
+            self.cycle.send = functools.partial(_send_as_it_is, self.cycle)  # type: ignore[method-assign]
         if len(self.pipeline) == num_waiting:
             self._running = self.cycle
         elif num_waiting < MAX_PIPELINED:
@@ -243,12 +252,37 @@ class LimitedProtocol(HttpToolsProtocol):
         extensions: dict[str, Any] = self.scope.setdefault("extensions", {})
         extensions[BODY_WRITER] = BodyWriter(self.cycle)
 
+    def _check_head(self) -> None:
+        """What the parser leaves to others. Raises ApiError, or the parser's error for a target."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise ApiError(505, f"HTTP {version} is not spoken here\nhint: use HTTP/1.1")
+        if version == "1.0":
+            self.expect_100_continue = False
+        target = httptools.parse_url(self.url)
+        if not target.path:
+            self.url = b"/" if target.query is None else b"/?" + target.query
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version != "1.0" and not hosts) or not all(map(HOST.fullmatch, hosts)):
+            raise ApiError(400, "a request needs one header Host, with a name and at most a port")
+        encodings = [
+            encoding.strip().lower()
+            for name, value in self.headers
+            if name == b"transfer-encoding"
+            for encoding in value.split(b",")
+        ]
+        if encodings and encodings[-1] != b"chunked":
+            raise ApiError(400, "where the body ends is not known\nhint: its last encoding must be chunked")
+        if len(encodings) > 1:
+            raise ApiError(501, "bodies in other encodings than chunked are not supported")
+
     def on_message_complete(self) -> None:
         if self._head_without_offer is not None:
             return
         if self._is_in_chunks and self._framing_bytes > MAX_HEAD_BYTES:
             self._refuse_framing()
             return
+        self._stop_waiting()
         # What the piece has behind a body of known length is of the next head.
         self._head_bytes = 0 if self._is_in_chunks else self._framing_bytes
         self._is_in_body = self._is_in_chunks = False
@@ -259,13 +293,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._is_in_body and self.cycle.response_complete:
+            self._await_head()  # and before that, the end of the body that nobody reads
         if self._refusal is not None:
             self._refuse(self._refusal)
         elif self._unparsed and self._next_turn is None:
             self._next_turn = self.loop.call_soon(self._take_turn)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, msg))
+        """Called while uvicorn handles an error of the parser, which may come from one of a callback."""
+        error = sys.exception()
+        cause = None if error is None else error.__context__
+        self._refuse(cause if isinstance(cause, ApiError) else ApiError(400, msg))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Called while uvicorn handles that the parser has stopped behind the head of a request with an
@@ -342,6 +381,13 @@ class LimitedProtocol(HttpToolsProtocol):
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+async def _send_as_it_is(cycle: RequestResponseCycle, message: Any) -> None:
+    if message["type"] == "http.response.body":
+        # uvicorn takes it for a body whose length was told.
+        cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
 
 
 def limited_protocol(head_timeout: float) -> Any:
