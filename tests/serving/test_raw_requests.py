@@ -34,13 +34,13 @@ def server() -> Iterator[RunningServer]:
         server.assert_alive()
 
 
-def exchange(server: RunningServer, *parts: bytes) -> bytes:
-    """Everything the server says to raw bytes, until it hangs up."""
+def exchange(server: RunningServer, *parts: bytes, pause: float = 0.01) -> bytes:
+    """Everything the server says to raw bytes, until it hangs up. pause: seconds after each part."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=120) as client:
         with contextlib.suppress(OSError):
             for part in parts:
                 client.sendall(part)
-                time.sleep(0.01)
+                time.sleep(pause)
         said = b""
         with contextlib.suppress(ConnectionResetError):
             while part := client.recv(1000):
@@ -112,7 +112,7 @@ def test_slow_requests_are_given_up() -> None:
         HEAD,
         b"",
     )
-    with running_server(receive_timeout=3.0) as hasty, concurrent.futures.ThreadPoolExecutor(3) as pool:
+    with running_server(receive_timeout=1.0) as hasty, concurrent.futures.ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda beginning: exchange(hasty, beginning), beginnings))
     assert [answer[:13] for answer in answers] == [b"HTTP/1.1 408 ", b"", b""]
 
@@ -285,7 +285,7 @@ def test_an_offer_of_another_protocol_is_passed_over(server: RunningServer, in_p
     chunks = b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON)
     for request in (HEAD + OFFER + length + JSON, HEAD + OFFER + chunks):
         parts = [bytes([byte]) for byte in request] if in_pieces else [request]
-        answers = exchange(server, *parts)
+        answers = exchange(server, *parts, pause=0.001)
         assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1 ") == 1
 
 
