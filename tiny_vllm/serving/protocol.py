@@ -1,5 +1,6 @@
 """uvicorn's HTTP protocol with what it does not have of its own: limits on the head of a request, on what
-comes beside its body, and on connections; parts of a body that are written without waiting."""
+comes beside its body, and on connections; what RFC 9112 asks of a head beyond its syntax; parts of a body
+that are written without waiting."""
 
 from __future__ import annotations
 
