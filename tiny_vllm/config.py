@@ -93,8 +93,8 @@ class EngineConfig:
     )
     max_prefill_tokens_per_decode: int | None = _option(
         None,
-        "most prompt tokens computed between two tokens of a running request: bounds its wait; a server "
-        "takes 4096",
+        "most prompt tokens computed between two tokens of a running request: bounds its wait; none: any "
+        "number; a server takes 4096 unless told otherwise",
         low=1,
     )
     ageing_seconds: float = _option(

@@ -24,7 +24,6 @@ from tiny_vllm.serving.schemas import (
     EmbeddingBody,
     TokenizeBody,
 )
-from tiny_vllm.serving.server import with_server_defaults
 
 BODIES: tuple[tuple[str, type[Body]], ...] = (
     ("completions", CompletionBody),
@@ -76,7 +75,7 @@ def filled(text: str) -> str:
     """The guide with its tables made anew."""
     tables = {
         "options": options_table(ServerConfig()),
-        "engine options": options_table(with_server_defaults(EngineConfig(**DEFAULTS))),
+        "engine options": options_table(EngineConfig(**DEFAULTS)),
         "parameters": parameters_table(),
     }
     for name, table in tables.items():

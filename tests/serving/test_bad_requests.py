@@ -309,6 +309,17 @@ def test_tokenize_and_detokenize(server: RunningServer) -> None:
         assert server.post("/detokenize", {"tokens": tokens}).status == 400
 
 
+@pytest.mark.parametrize("prompt", [[], [5, 6], ["x"], [[]], 5, {}, False])
+def test_tokenize_takes_one_text_and_says_so(server: RunningServer, prompt: Any) -> None:
+    """Elsewhere lists are prompts, too, and the empty one is an empty prompt."""
+    answer = server.post("/tokenize", {"prompt": prompt})
+    found = {list: "a list", dict: "an object"}.get(type(prompt), json.dumps(prompt))
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    message = f"prompt must be a string, not {found}\nhint: send one text; token ids are tokens already"
+    assert answer.error["message"] == message
+    assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+
+
 def test_the_openapi_document_describes_the_bodies(server: RunningServer) -> None:
     document = server.get("/openapi.json").json()
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]

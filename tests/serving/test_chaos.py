@@ -110,13 +110,19 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def server_process(
-    directory: Path, *, stderr: str | None = None, prefix: Sequence[str] = (), **tcp_options: int
+    directory: Path,
+    *,
+    stderr: str | None = None,
+    prefix: Sequence[str] = (),
+    step_seconds: float = 0.01,
+    **tcp_options: int,
 ) -> Iterator[ServerProcess]:
-    """prefix: what to start it with. tcp_options: instead of server.TCP_OPTIONS. It ends with code 0."""
+    """prefix: what to start it with. step_seconds: of its engine. tcp_options: instead of server.TCP_OPTIONS.
+    It ends with code 0."""
     log_path = Path(stderr) if stderr is not None else directory / "log"
     hold = Hold(directory / "hold")
     with reserved_port() as port, open(log_path, "w") as log:
-        arguments = json.dumps([port, hold.command(step_seconds=0.01), tcp_options])
+        arguments = json.dumps([port, hold.command(step_seconds), tcp_options])
         command = [*prefix, sys.executable, "-c", SERVER, arguments]
         with subprocess.Popen(command, stderr=log, stdout=log, cwd=ROOT) as process:
             try:
@@ -167,7 +173,8 @@ def test_an_engine_killed_under_load_ends_every_stream_once_and_is_replaced(tmp_
 
 def test_without_file_descriptors_connections_are_refused_and_streams_go_on(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(server_process(tmp_path, prefix=("prlimit", "--nofile=64:64")))
+        limited = server_process(tmp_path, prefix=("prlimit", "--nofile=64:64"), step_seconds=0.002)
+        server = stack.enter_context(limited)
         pool = stack.enter_context(ThreadPoolExecutor(2))
         with ExitStack() as held:
             with server.hold:
@@ -214,7 +221,9 @@ def test_a_client_that_never_reads_is_given_up(tmp_path: Path) -> None:
 
 def test_many_half_open_connections_do_not_keep_others_out(tmp_path: Path) -> None:
     beginnings = (b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
-    body = b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    body = (
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    )
     with running_server(receive_timeout=5.0) as server, ExitStack() as stack:
         halves = []
         for number in range(300):
@@ -263,7 +272,7 @@ def test_a_disk_that_fills_up_while_streams_run_disturbs_none(tmp_path: Path) ->
     script = SERVER.replace("engine_command=command", "engine_command=command, log_level=10")
     hold = Hold(tmp_path / "hold")
     with reserved_port() as port:
-        arguments = json.dumps([port, hold.command(step_seconds=0.01), {}])
+        arguments = json.dumps([port, hold.command(step_seconds=0.002), {}])
         with subprocess.Popen(
             [sys.executable, "-c", script, arguments], stderr=subprocess.PIPE, cwd=ROOT
         ) as process:

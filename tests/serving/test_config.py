@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from tiny_vllm.cli.main import build_parser
+from tiny_vllm.cli.main import build_parser, main
 from tiny_vllm.cli.serve import server_config
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.errors import ConfigError
+from tiny_vllm.serving import server
 from tiny_vllm.serving.config import API_KEY_VARIABLE, ServerConfig
-from tiny_vllm.serving.server import PREFILL_TOKENS_PER_DECODE, with_server_defaults
+from tiny_vllm.serving.service import ServedModel
 
 
 def parsed(*arguments: str) -> ServerConfig:
@@ -22,10 +23,25 @@ def test_no_arguments_give_the_defaults_and_these_are_for_this_machine_only() ->
     assert ServerConfig().host == "127.0.0.1" and ServerConfig().cors_origin == ()
 
 
-def test_prompts_hold_up_a_servers_streams_for_a_bounded_time() -> None:
-    assert with_server_defaults(EngineConfig()).max_prefill_tokens_per_decode == PREFILL_TOKENS_PER_DECODE
-    chosen = EngineConfig(max_prefill_tokens_per_decode=7)
-    assert with_server_defaults(chosen) == chosen
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [([], 4096), (["7"], 7), (["4096"], 4096), (["none"], None)],
+    ids=["left out", "another", "the default", "none"],
+)
+def test_prompts_hold_up_a_servers_streams_for_a_bounded_time_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], limit: int | None
+) -> None:
+    """Of None the engine makes that there is no bound."""
+    served = []
+
+    def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel:
+        served.append(engine_config)
+        raise ConfigError("that was all to know")
+
+    monkeypatch.setattr(server, "open_model", open_model)
+    flags = [f"--max-prefill-tokens-per-decode={argument}" for argument in arguments]
+    assert main(["serve", *flags]) == 2
+    assert [config.max_prefill_tokens_per_decode for config in served] == [limit]
 
 
 def test_every_option_is_on_the_command_line() -> None:

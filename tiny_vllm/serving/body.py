@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.errors import ApiError
@@ -14,7 +17,48 @@ LONG_BODY = 256 << 10
 """Bytes from which on parsing may take long: a megabyte of empty lists takes some tenths of a second."""
 PAUSE_SECONDS = 0.02
 MAX_DISCARDED_BYTES = 64 << 20
-"""Read beyond the limit before hanging up: a client that is still sending would not see the answer."""
+"""Of what comes of a body that has been refused, until the connection is closed."""
+SILENCE_SECONDS = 1.0
+"""Without any of it, until then."""
+
+
+class BodyTooLong(ApiError):
+    """rest_timeout: seconds in which more of the body may come."""
+
+    def __init__(self, max_bytes: int, rest_timeout: float) -> None:
+        super().__init__(
+            413,
+            f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
+            headers={"connection": "close"},
+        )
+        self.rest_timeout = rest_timeout
+
+
+class EarlyResponse(Response):
+    """An error that a client gets before it has sent all of its request. What it still sends is read for a
+    while: closing a connection with something unread resets it, and may take the answer from the client."""
+
+    def __init__(self, error: BodyTooLong) -> None:
+        super().__init__(error.encoded(), error.status, error.headers, "application/json")
+        self._rest_timeout = error.rest_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._rest_timeout):
+                await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    num_bytes = 0
+    while num_bytes <= MAX_DISCARDED_BYTES:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            message = await receive()
+        if not message.get("more_body", False):
+            return
+        num_bytes += len(message["body"])
 
 
 class BodyReader:
@@ -25,19 +69,17 @@ class BodyReader:
         self._parsing = asyncio.Lock()
 
     async def read(self, http: Request, body_class: type[AnyBody]) -> AnyBody:
-        """Raises ApiError: 408, 413, 415 or 400."""
+        """Raises ApiError: 408, 415 or 400; or BodyTooLong, as soon as it is known."""
         _check_headers(http)
         timeout, max_bytes = self._config.receive_timeout, self._config.max_body_bytes
         declared = http.headers.get("content-length", "")
-        is_too_long = declared.isdecimal() and int(declared[:20]) > max_bytes
-        if is_too_long and http.headers.get("expect", "").lower() == "100-continue":
-            raise _too_long(max_bytes)
+        if declared.isdecimal() and int(declared[:20]) > max_bytes:
+            waits = http.headers.get("expect", "").lower() == "100-continue"
+            raise BodyTooLong(max_bytes, rest_timeout=0.0 if waits else timeout)
         try:
             async with asyncio.timeout(timeout):
-                data = await _read(http, max_bytes)
+                data = await self._read_all(http.receive)
         except TimeoutError:
-            if is_too_long:
-                raise _too_long(max_bytes) from None
             raise ApiError(
                 408,
                 f"the body did not arrive within {timeout:g} seconds\n"
@@ -52,6 +94,20 @@ class BodyReader:
             await asyncio.sleep(PAUSE_SECONDS)
             return parse_body(body_class, data)
 
+    async def _read_all(self, receive: Receive) -> bytes:
+        data = bytearray()
+        has_more = True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            data += message["body"]
+            has_more = message["more_body"]
+            if len(data) > self._config.max_body_bytes:
+                rest_timeout = self._config.receive_timeout if has_more else 0.0
+                raise BodyTooLong(self._config.max_body_bytes, rest_timeout)
+        return bytes(data)
+
 
 def _check_headers(http: Request) -> None:
     media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -64,25 +120,3 @@ def _check_headers(http: Request) -> None:
         )
     if http.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "compressed bodies are not supported\nhint: send plain JSON")
-
-
-async def _read(http: Request, max_bytes: int) -> bytes:
-    data = bytearray()
-    num_bytes = 0
-    async for part in http.stream():
-        num_bytes += len(part)
-        if num_bytes <= max_bytes:
-            data += part
-        elif num_bytes > max_bytes + MAX_DISCARDED_BYTES:
-            break
-    if num_bytes > max_bytes:
-        raise _too_long(max_bytes)
-    return bytes(data)
-
-
-def _too_long(max_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is longer than {max_bytes} bytes\nhint: the limit is the server option max_body_bytes",
-        headers={"connection": "close"},
-    )

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tiny_vllm.errors import TinyVLLMError
+from tiny_vllm.serving.body import BodyTooLong, EarlyResponse
 from tiny_vllm.serving.errors import ApiError, api_error, printable
 from tiny_vllm.serving.gate import error_response
 
@@ -15,6 +16,7 @@ from tiny_vllm.serving.gate import error_response
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(TinyVLLMError, _ours)
     app.add_exception_handler(ApiError, _api)
+    app.add_exception_handler(BodyTooLong, _too_long)
     app.add_exception_handler(HTTPException, _framework)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _fault)
@@ -28,6 +30,11 @@ async def _ours(http: Request, error: Exception) -> Response:
 async def _api(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+async def _too_long(http: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyTooLong)
+    return EarlyResponse(error)
 
 
 async def _framework(http: Request, error: Exception) -> Response:

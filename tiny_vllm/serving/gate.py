@@ -56,6 +56,8 @@ class Gate:
                 self._count(getattr(route, "path", "other"), message["status"])
             await send(message)
 
+        if headers.get("expect", "").lower() == "100-continue":
+            receive, send = _ending_unless_asked(receive, send)
         path = scope["path"]
         with ExitStack() as inside:
             try:
@@ -74,6 +76,25 @@ def error_response(error: ApiError) -> Response:
     return Response(
         error.encoded(), status_code=error.status, headers=error.headers, media_type="application/json"
     )
+
+
+def _ending_unless_asked(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """For a client that waits until it is asked for its body: if it never is, it may send that or another
+    request next, so the connection has to end with the answer."""
+    is_asked = False
+
+    async def ask() -> Message:
+        nonlocal is_asked
+        is_asked = True
+        return await receive()
+
+    async def answer(message: Message) -> None:
+        end = (b"connection", b"close")
+        if message["type"] == "http.response.start" and not is_asked and end not in message["headers"]:
+            message["headers"] = [*message["headers"], end]
+        await send(message)
+
+    return ask, answer
 
 
 def _usable_id(text: str | None) -> str | None:

@@ -132,6 +132,13 @@ class RequestMaker:
             if getattr(body, name):
                 raise ApiError(400, f"{name} has no meaning beside {given}\nhint: leave it out", param=name)
         if body.prompt is not None:
+            if not isinstance(body.prompt, str):
+                raise ApiError(
+                    400,
+                    f"prompt must be a string, not {shown(body.prompt)}\n"
+                    "hint: send one text; token ids are tokens already",
+                    param="prompt",
+                )
             return self._token_ids(body.prompt, body)
         _, token_ids = tokenizer.encode_messages(
             body.messages,

@@ -213,7 +213,8 @@ class EmbeddingBody(RequestBody):
 class TokenizeBody(Body):
     """Body of /tokenize: either prompt or messages."""
 
-    prompt: str | None = None
+    # RequestMaker checks it: a list is a prompt elsewhere, so more is said than that the type is wrong.
+    prompt: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]})] = None
     messages: MessagesField = None
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL)
     add_generation_prompt: bool | None = Field(None, description=OPEN_TURN)

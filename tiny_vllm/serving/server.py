@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -38,10 +37,6 @@ COLLECT_AFTER = 20_000
 """Objects more than at the last look for cycles. The tokens of a few steps are a thousand objects, and in
 Python's own setting of 700 each look goes through those: half of what a token costs."""
 KEEP_ALIVE_SECONDS = 30
-PREFILL_TOKENS_PER_DECODE = 4096
-"""Unless the option says otherwise. With Llama-3.2-1B's shape on an H200, at half and at nine tenths of its
-capacity, that took 22 to 42 % off the 99th percentile of times to a first token, and 29 to 36 % off the
-longest waits of running streams, at the same throughput; 1,024 costs throughput."""
 TCP_OPTIONS = {
     "TCP_KEEPIDLE": 30,  # seconds of silence before asking
     "TCP_KEEPINTVL": 10,
@@ -58,7 +53,6 @@ def serve(
     log_level: int = logging.WARNING,
 ) -> None:
     """Serve until told to stop. Raises ConfigError and ModelError for what cannot be served."""
-    engine_config = with_server_defaults(engine_config)
     model = open_model(config, engine_config)
     service = Service(config, engine_config, model, engine_command=engine_command, log_level=log_level)
     _raise_file_limit()
@@ -82,13 +76,6 @@ def serve(
         server.run(sockets=[listener])
     if server.start_failure is not None:
         raise server.start_failure
-
-
-def with_server_defaults(engine_config: EngineConfig) -> EngineConfig:
-    """Somebody waits for each token of a server: prompts may not hold up running requests for long."""
-    if engine_config.max_prefill_tokens_per_decode is not None:
-        return engine_config
-    return replace(engine_config, max_prefill_tokens_per_decode=PREFILL_TOKENS_PER_DECODE)
 
 
 def open_model(config: ServerConfig, engine_config: EngineConfig) -> ServedModel:
