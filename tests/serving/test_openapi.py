@@ -13,18 +13,8 @@ from typing import Any
 import pytest
 
 from tests.serving.support import RunningServer, running_server
-from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.openapi import numerals_below
 from tiny_vllm.serving.parameters import IGNORED, REFUSED
-from tiny_vllm.serving.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-    parse_body,
-)
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,17 +32,9 @@ def schemas(server: RunningServer) -> Any:
     return server.get("/openapi.json").json()["components"]["schemas"]
 
 
-@pytest.mark.parametrize(
-    ("phases", "max_examples", "least"),
-    [
-        # The coverage of every parameter's limits and types depends on no number of examples.
-        ("coverage,fuzzing,stateful", 15, 1000),
-        pytest.param("fuzzing,stateful", 40, 300, marks=pytest.mark.slow),
-    ],
-    ids=["coverage and 15", "40"],
-)
+@pytest.mark.parametrize("max_examples", [15, pytest.param(40, marks=pytest.mark.slow)])
 def test_generated_requests_are_answered_as_documented(
-    server: RunningServer, tmp_path: Path, phases: str, max_examples: int, least: int
+    server: RunningServer, tmp_path: Path, max_examples: int
 ) -> None:
     """No 5xx, no hang, no undocumented answer; valid bodies are accepted, and others refused.
 
@@ -62,8 +44,6 @@ def test_generated_requests_are_answered_as_documented(
     options = [
         "--exclude-path",
         "/live",
-        "--phases",
-        phases,
         "--max-examples",
         str(max_examples),
         "--request-timeout",
@@ -80,7 +60,7 @@ def test_generated_requests_are_answered_as_documented(
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) generated", done.stdout)[0]) > least
+    assert int(re.findall(r"(\d+) generated", done.stdout)[0]) > 500
 
 
 @pytest.mark.parametrize("body", ["CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody"])
@@ -90,57 +70,6 @@ def test_parameters_without_support_are_documented_as_such(schemas: Any, body: s
     assert {*REFUSED, *IGNORED} <= set(schema["properties"])
     assert schema["properties"]["tools"]["enum"] == [[], None]
     assert "no effect" in schema["properties"]["user"]["description"]
-
-
-SMALLEST: dict[type[Body], dict[str, Any]] = {
-    CompletionBody: {"prompt": "x"},
-    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
-    EmbeddingBody: {"input": "x"},
-    TokenizeBody: {"prompt": "x"},
-    DetokenizeBody: {"tokens": []},
-}
-VALUES = [
-    None,
-    False,
-    True,
-    0,
-    1,
-    -1,
-    0.5,
-    1.0,
-    2**70,
-    "",
-    "x",
-    "0",
-    [],
-    [None],
-    ["x"],
-    [[]],
-    {},
-    {"x": None},
-]
-VALUES += [value for refused in REFUSED.values() for value in refused.neutral]
-
-
-@pytest.mark.parametrize("body", SMALLEST)
-def test_of_parameters_without_support_the_documented_values_are_taken(
-    schemas: Any, body: type[Body]
-) -> None:
-    """Of those that are ignored every value, of the others those that ask for nothing."""
-    without: dict[str, Any] = dict(SMALLEST[body])
-    for name in sorted({*REFUSED, *IGNORED} - set(body.model_fields)):
-        without[name] = None
-        parse_body(body, json.dumps(without).encode())
-        allowed = schemas[body.__name__]["properties"][name].get("enum", VALUES)
-        for value in VALUES:
-            sent = json.dumps({**SMALLEST[body], name: value}).encode()
-            if any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed):
-                parse_body(body, sent)
-                continue
-            with pytest.raises(ApiError) as error:
-                parse_body(body, sent)
-            assert (error.value.status, error.value.param) == (400, name), (name, value)
-            assert error.value.code == "unsupported_parameter"
 
 
 def test_limits_of_this_server_are_documented(schemas: Any) -> None:
