@@ -253,9 +253,7 @@ def test_rows_of_padding_are_zero_and_write_nothing(device: torch.device, kernel
     page_size = case.k_cache.shape[2]
     nothing = torch.full((2, 236, made.parts.shape[2]), torch.nan, device=device)
     null = torch.arange(236, device=device) % page_size
-    case.made = replace(
-        made, parts=torch.cat((made.parts, nothing), 1), cells=torch.cat((made.cells, null))
-    )
+    case.made = replace(made, parts=torch.cat((made.parts, nothing), 1), cells=torch.cat((made.cells, null)))
     case.lens = torch.cat((case.lens, torch.ones_like(null)))
     # Rows of the table that sequences have: nothing may be read there for padding.
     case.rows = torch.cat((case.rows, case.rows[null % count]))
