@@ -170,7 +170,7 @@ def test_an_error_never_repeats_a_long_value_in_full(name: str) -> None:
 @pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "logit_bias"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_an_integer_that_python_refuses_to_print_is_told_in_words(name: str, depth: int) -> None:
-    value: Any = 10**5000
+    value: Any = HUGE
     for _ in range(depth):
         value = [value]
     with pytest.raises(RequestError, match=name) as caught:

@@ -54,7 +54,7 @@ def shown(value: object) -> str:
     """A value as a message shows it: bounded, marked where it is cut, and never failing as integers of some
     thousand digits do when printed."""
     if isinstance(value, int) and value.bit_length() > 256:
-        return "an integer of more than 256 bits"
+        return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
     except ValueError:  # it holds such an integer
