@@ -167,6 +167,22 @@ def test_an_error_never_repeats_a_long_value_in_full(name: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_integer_that_python_refuses_to_print_is_told_in_words(name: str, depth: int) -> None:
+    value: Any = HUGE
+    for _ in range(depth):
+        value = [value]
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert len(str(caught.value)) < 400
+
+
+def test_a_long_value_is_marked_where_it_is_cut() -> None:
+    with pytest.raises(RequestError, match=r"temperature is 'x+ \.\.\., but must be a number"):
+        SamplingParams(temperature="x" * 100)  # type: ignore[arg-type]
+
+
 def test_an_unknown_parameter_is_an_error() -> None:
     with pytest.raises(RequestError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]

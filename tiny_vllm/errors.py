@@ -14,6 +14,8 @@ A message names what was wrong, the value, the limit, and ends with a hint.
 
 from __future__ import annotations
 
+MAX_SHOWN_LEN = 80
+
 
 class TinyVLLMError(Exception):
     """Base class of every error tiny-vllm raises on purpose."""
@@ -46,3 +48,15 @@ class CapacityError(TinyVLLMError, ValueError):
 
 class EngineDead(TinyVLLMError):
     """The engine loop has stopped and takes no more work."""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: bounded, marked where it is cut, and never failing as integers of some
+    thousand digits do when printed."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # it holds such an integer
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN_LEN else f"{text[:MAX_SHOWN_LEN]} ..."

@@ -29,7 +29,7 @@ from tiny_vllm.engine.embedding import EmbeddingParams
 from tiny_vllm.engine.engine import Engine, EngineStats
 from tiny_vllm.engine.garbage import without_full_collections
 from tiny_vllm.engine.page_pool import PAGE_STATES
-from tiny_vllm.errors import EngineDead, ModelError, RequestError
+from tiny_vllm.errors import EngineDead, ModelError, RequestError, shown
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, RequestUpdate
 from tiny_vllm.text.output_processor import OutputProcessor
@@ -396,12 +396,12 @@ def _plain_prompt(prompt: Any) -> Any:
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if len(given) != 1 or unknown:
             raise RequestError(
-                f"a prompt has the keys {list(prompt)!r:.80}",
+                f"a prompt has the keys {shown(list(prompt))}",
                 hint="use either 'prompt' or 'prompt_token_ids'; use chat for messages",
             )
         if isinstance(prompt[given[0]], str) != (given[0] == "prompt"):
             raise RequestError(
-                f"{given[0]} is {prompt[given[0]]!r:.80}",
+                f"{given[0]} is {shown(prompt[given[0]])}",
                 hint="'prompt' is text, 'prompt_token_ids' are ids",
             )
         prompt = prompt[given[0]]
@@ -415,7 +415,7 @@ def _plain_prompt(prompt: Any) -> Any:
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r:.80}, but must be true or false")
+        raise RequestError(f"{name} is {shown(value)}, but must be true or false")
 
 
 def _embedding(output: RequestOutput, params: EmbeddingParams) -> EmbeddingRequestOutput:

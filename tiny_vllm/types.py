@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import RequestError, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow without changing the choice."""
@@ -21,6 +22,8 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,77}")
+"""Text that stands for an integer, of as many digits as a message would show."""
 
 Pooling = Literal["mean", "last"]
 """How the final hidden states of a prompt become one vector: those of all tokens, or of the last one."""
@@ -141,7 +144,7 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {_shown(getattr(self, name))}, but must be true or false")
+                raise RequestError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
 
     def _check_lists(self) -> None:
         """Normalise the collections to tuples, so that a frozen value really is one."""
@@ -174,10 +177,10 @@ def _integer(
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {_shown(value)}, but must be an integer", hint=hint)
+        raise RequestError(f"{name} is {shown(value)}, but must be an integer", hint=hint)
     if not low <= value <= high:
         limit = f"at least {low}" if value < low and high == MAX_INTEGER else f"from {low} to {high}"
-        raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
+        raise RequestError(f"{name} is {shown(value)}, but must be {limit}", hint=hint)
 
 
 def _number(
@@ -191,32 +194,25 @@ def _number(
 ) -> float:
     """The value as a float: an integer may be too large for a tensor's element. is_above: not low itself."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name} is {_shown(value)}, but must be a number", hint=hint)
+        raise RequestError(f"{name} is {shown(value)}, but must be a number", hint=hint)
     # Integers too large for a float are only ever too large; NaN fails the comparison.
     if not low <= value <= min(high, sys.float_info.max) or (is_above and value == low):
         least = f"above {low:g}" if is_above else f"of at least {low:g}"
         limit = f"a finite number {least}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} is {_shown(value)}, but must be {limit}", hint=hint)
+        raise RequestError(f"{name} is {shown(value)}, but must be {limit}", hint=hint)
     return float(value)
-
-
-def _shown(value: object) -> str:
-    """A value as an error message shows it: bounded, and never failing as huge integers do when printed."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "an integer of more than 256 bits"
-    return f"{value!r:.80}"
 
 
 def _texts(name: str, values: object, *, reject_blank: bool = False) -> tuple[str, ...] | None:
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} is {values!r:.80}, but must be a list of strings")
+        raise RequestError(f"{name} is {shown(values)}, but must be a list of strings")
     for value in values:
         if not isinstance(value, str):
-            raise RequestError(f"{name} contains {value!r:.80}, which is not a string")
+            raise RequestError(f"{name} contains {shown(value)}, which is not a string")
         if not value or (reject_blank and not value.strip()):
-            raise RequestError(f"{name} contains {value!r:.80}, which has no text", hint="remove it")
+            raise RequestError(f"{name} contains {shown(value)}, which has no text", hint="remove it")
     return tuple(values)
 
 
@@ -224,7 +220,7 @@ def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
     if values is None:
         return None
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} is {values!r:.80}, but must be a list of token ids")
+        raise RequestError(f"{name} is {shown(values)}, but must be a list of token ids")
     for value in values:
         _integer(f"a token id in {name}", value, low=0)
     return tuple(values)
@@ -232,11 +228,11 @@ def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
 
 def _bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {bias!r:.80}, but must map token ids to numbers")
+        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers")
     checked: dict[int, float] = {}
     for key, value in bias.items():
         # JSON objects have string keys, so "42" is how a token id arrives over HTTP.
-        if isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) <= 19:
+        if isinstance(key, str) and WHOLE_NUMBER.fullmatch(key):
             key = int(key)
         _integer("a token id in logit_bias", key, low=0)
         if key in checked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,37 @@ def test_unknown_paths_and_methods(server: RunningServer) -> None:
     assert (server.get("/v1/nothing").status, server.get("/v1/completions").status) == (404, 405)
     assert "no /v1/nothing here" in server.get("/v1/nothing").error["message"]
     assert "GET is not possible" in server.get("/v1/completions").error["message"]
+
+
+def test_a_slash_too_many_is_another_path(server: RunningServer) -> None:
+    # A redirect would name this server as it is called behind a proxy, and the client would go there.
+    answer = server.post("/v1/completions/", {"prompt": [5]})
+    assert answer.status == 404 and "location" not in answer.headers
+    assert "no /v1/completions/ here" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [5], "dimensions": 10**60}),
+        ("/v1/completions", {"prompt": [5], "logit_bias": 10**60}),
+        ("/v1/completions", {"prompt": [5], "logit_bias": 10**300}),
+        ("/v1/completions", {"prompt": [10**60]}),
+        ("/detokenize", {"tokens": [10**60]}),
+    ],
+)
+def test_a_number_with_many_digits_is_told_whole_or_not_at_all(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    message = server.post(path, body).error["message"]
+    assert {len(digits) for digits in re.findall(r"10{20,}", message)} <= {61}
+
+
+@pytest.mark.parametrize("key", ["-1", "99999999999999999999", "-99999999999999999999", "9" * 77])
+def test_a_token_id_out_of_range_is_an_integer_all_the_same(server: RunningServer, key: str) -> None:
+    error = server.complete([5], logit_bias={key: 1}).error
+    assert error["param"] == "logit_bias" and "must be an integer" not in error["message"]
+    assert f"a token id in logit_bias is {key}, but must be" in error["message"]
 
 
 @pytest.mark.parametrize(

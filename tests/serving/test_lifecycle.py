@@ -283,7 +283,8 @@ def test_keys_are_asked_for_and_limited(hold: Hold) -> None:
             with hold:
                 running = pool.submit(server.post, "/v1/completions", LONG, headers=one)
                 wait_until(lambda: server.service.admission.num_requests == 1)
-                assert server.post("/v1/completions", {"prompt": [5]}, headers=one).status == 429
+                answer = server.post("/v1/completions", {"prompt": [5]}, headers=one)
+                assert answer.status == 429 and "max_requests_per_key (1)" in answer.error["message"]
             assert running.result(60).status == 200
             with hold, sent(server, LONG, "authorization: Bearer one\r\n"):
                 wait_until(lambda: server.service.admission.num_requests == 1)
@@ -296,7 +297,8 @@ def test_keys_are_asked_for_and_limited(hold: Hold) -> None:
 def test_too_many_requests_are_429(hold: Hold) -> None:
     with running_server(hold.command(), max_requests=1) as server, hold, sent(server, LONG):
         wait_until(lambda: server.service.admission.num_requests == 1)
-        assert server.complete([5]).status == 429
+        answer = server.complete([5])
+        assert answer.status == 429 and "max_requests (1)" in answer.error["message"]
 
 
 def test_web_pages_of_other_origins_need_permission() -> None:

@@ -74,9 +74,17 @@ def server() -> Any:
 
 def test_the_priority_header_is_an_integer(server: RunningServer) -> None:
     body = {"prompt": [28], "max_tokens": 1}
-    for header, status in (("-3", 200), ("high", 400), ("1.5", 400), ("9" * 15, 400)):
+    for header, status in (("-3", 200), ("high", 400), ("1.5", 400), ("1_0", 400), ("9" * 15, 400)):
         answer = server.post("/v1/completions", body, headers={"x-priority": header})
         assert answer.status == status, header
+
+
+def test_a_long_priority_header_is_never_read_in_part(server: RunningServer) -> None:
+    for header in ("0" * 20 + "5", "-" + "1" * 30, "9" * 5000):
+        answer = server.post("/v1/completions", {"prompt": [28]}, headers={"x-priority": header})
+        assert (answer.status, answer.error["param"]) == (400, "priority")
+        message = answer.error["message"]
+        assert "from -2147483648 to 2147483647" in message and header[:20] + "," not in message
 
 
 def test_prompts_without_special_tokens_are_the_same_where_there_are_none(server: RunningServer) -> None:

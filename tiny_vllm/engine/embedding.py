@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import RequestError, shown
 from tiny_vllm.types import Pooling
 
 
@@ -27,16 +27,16 @@ class EmbeddingParams:
         """Raises RequestError for what a model with hidden states of this size cannot give."""
         if self.pooling not in get_args(Pooling):
             raise RequestError(
-                f"pooling is {self.pooling!r:.80}, but must be {' or '.join(get_args(Pooling))}",
+                f"pooling is {shown(self.pooling)}, but must be {' or '.join(get_args(Pooling))}",
                 hint="mean averages over all tokens",
             )
         if not isinstance(self.normalize, bool):
-            raise RequestError(f"normalize is {self.normalize!r:.80}, but must be true or false")
+            raise RequestError(f"normalize is {shown(self.normalize)}, but must be true or false")
         if self.dimensions is None:
             return
         if type(self.dimensions) is not int or not 1 <= self.dimensions <= hidden_size:
             raise RequestError(
-                f"dimensions is {str(self.dimensions)[:40]}, but must be from 1 to {hidden_size}",
+                f"dimensions is {shown(self.dimensions)}, but must be from 1 to {hidden_size}",
                 hint="leave it out for all",
             )
 

@@ -73,13 +73,13 @@ class Admission:
         """Inside, a request counts. Raises ApiError (429) when there are too many."""
         if self.num_requests >= self._max_requests:
             raise overloaded(
-                f"{self.num_requests} requests are in progress, as many as max_requests allows\n"
-                "hint: try again later"
+                f"{self.num_requests} requests are in progress, and 1 more would exceed max_requests "
+                f"({self._max_requests})\nhint: try again later"
             )
         if self._max_per_key is not None and self._by_key[key] >= self._max_per_key:
             raise overloaded(
-                f"this API key has {self._by_key[key]} requests in progress, as many as it may\n"
-                "hint: try again when one has finished"
+                f"this API key has {self._by_key[key]} requests in progress, and 1 more would exceed "
+                f"max_requests_per_key ({self._max_per_key})\nhint: try again when one has finished"
             )
         self.num_requests += 1
         self._by_key[key] += 1

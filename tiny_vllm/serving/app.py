@@ -42,7 +42,8 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
             await supervisor
             endpoints.close()
 
-    app = FastAPI(title="tiny-vllm", version=package_version(), lifespan=lifespan)
+    # A redirect would have to name a scheme and a host that only a proxy in front of this server knows.
+    app = FastAPI(title="tiny-vllm", version=package_version(), lifespan=lifespan, redirect_slashes=False)
     routes = Routes(app)
     endpoints = Endpoints(service)
     endpoints.register(routes)

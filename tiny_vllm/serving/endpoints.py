@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tiny_vllm.serving.body import BodyReader
 from tiny_vllm.serving.chat_format import ChatFormat
 from tiny_vllm.serving.completion_format import CompletionFormat
 from tiny_vllm.serving.embedding_format import EmbeddingFormat, embedding_params
-from tiny_vllm.serving.errors import ApiError
+from tiny_vllm.serving.errors import ApiError, shown
 from tiny_vllm.serving.formats import Format, Heading, StreamFormat
 from tiny_vllm.serving.generation_response import GenerationResponse
 from tiny_vllm.serving.json_response import json_response
@@ -33,9 +34,11 @@ from tiny_vllm.serving.schemas import (
     TokenizeBody,
 )
 from tiny_vllm.serving.service import Service
-from tiny_vllm.text.request_builder import PreparedRequest
+from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY, PreparedRequest
 
 NUM_WORKERS = 2
+PRIORITY = re.compile(r"[+-]?[0-9]{1,10}")
+"""As many digits as the limits have: they themselves are looked at where those of bodies are."""
 
 
 class Endpoints:
@@ -153,9 +156,11 @@ class Endpoints:
 def _priority(header: str | None) -> int | None:
     if header is None:
         return None
-    try:
-        return int(header[:20])
-    except ValueError:
+    if PRIORITY.fullmatch(header) is None:
         raise ApiError(
-            400, f"the header X-Priority is {header[:20]!r}, but must be an integer", param="priority"
-        ) from None
+            400,
+            f"the header X-Priority is {shown(header)}, but must be an integer from {MIN_PRIORITY} to "
+            f"{MAX_PRIORITY}",
+            param="priority",
+        )
+    return int(header)

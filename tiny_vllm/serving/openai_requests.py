@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -154,7 +153,7 @@ class RequestMaker:
         unknown = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
         if unknown:
             raise RequestError(
-                f"tokens has id {str(unknown[0])[:40]}, but the ids are 0 to {tokenizer.vocab_size - 1}"
+                f"tokens has id {shown(unknown[0])}, but the ids are 0 to {tokenizer.vocab_size - 1}"
             )
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
@@ -215,9 +214,10 @@ class RequestMaker:
                     400, f"{name} mixes token ids with prompts\nhint: put the ids into a list", param=name
                 )
             if not isinstance(item, str | list):
-                found = json.dumps(item)[:80]
                 raise ApiError(
-                    400, f"{name} holds {found}, but must hold strings or lists of token ids", param=name
+                    400,
+                    f"{name} holds {shown(item)}, but must hold strings or lists of token ids",
+                    param=name,
                 )
         if len(value) > self.max_prompts:
             raise ApiError(

@@ -14,7 +14,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import RequestError, shown
 
 Message = Mapping[str, Any]
 
@@ -105,10 +105,10 @@ class ChatTemplate:
                 f"messages[{place}] has no role", hint='use {"role": "user", "content": "..."}'
             )
         if not isinstance(role, str) or not role:
-            raise RequestError(f"messages[{place}] has role {role!r:.80}, but needs one", hint='use "user"')
+            raise RequestError(f"messages[{place}] has role {shown(role)}, but needs one", hint='use "user"')
         if not ROLE.fullmatch(role):
             raise RequestError(
-                f"messages[{place}] has role {role!r:.80}, which is no name", hint='use "user"'
+                f"messages[{place}] has role {shown(role)}, which is no name", hint='use "user"'
             )
         if content is None:
             if not message.get("tool_calls"):
@@ -186,7 +186,7 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(
-                f"messages[{place}].content has a part of type {kind!r:.80}, but only text is supported"
+                f"messages[{place}].content has a part of type {shown(kind)}, but only text is supported"
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"messages[{place}].content has a text part without text")

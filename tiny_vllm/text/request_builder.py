@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from tiny_vllm.errors import PromptTooLong, RequestError
+from tiny_vllm.errors import PromptTooLong, RequestError, shown
 from tiny_vllm.text.chat_template import Message
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, Request, SamplingParams
@@ -175,7 +175,7 @@ class RequestBuilder:
             return
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
         raise RequestError(
-            f"{what} has token id {_digits(wrong)}, but this model's ids are 0 to {self._vocab_size - 1}",
+            f"{what} has token id {shown(wrong)}, but this model's ids are 0 to {self._vocab_size - 1}",
             hint="take ids from this model's own tokenizer",
         )
 
@@ -260,9 +260,9 @@ class RequestBuilder:
             for token_ids in tokenizer.encode_word(word.lstrip()):
                 if not token_ids:
                     raise RequestError(
-                        f"bad_words contains {word!r:.80}, which this tokenizer cannot express"
+                        f"bad_words contains {shown(word)}, which this tokenizer cannot express"
                     )
-                self._check_range(f"bad word {word!r:.80}", token_ids)
+                self._check_range(f"bad word {shown(word)}", token_ids)
                 sequences[tuple(token_ids)] = None
         found = tuple(sequences)
         self._last_bad_words = words, found
@@ -276,18 +276,18 @@ class RequestBuilder:
 
 def _check_options(request_id: object, priority: object, cache_salt: object) -> None:
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise RequestError(f"request_id is {request_id!r:.80}, but must be a string with text")
+        raise RequestError(f"request_id is {shown(request_id)}, but must be a string with text")
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RequestError(
-            f"priority is {priority!r:.80}, but must be an integer", hint="smaller is more urgent"
+            f"priority is {shown(priority)}, but must be an integer", hint="smaller is more urgent"
         )
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RequestError(
-            f"priority is {_digits(priority)}, but must be between {MIN_PRIORITY} and {MAX_PRIORITY}",
+            f"priority is {shown(priority)}, but must be between {MIN_PRIORITY} and {MAX_PRIORITY}",
             hint="smaller is more urgent",
         )
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise RequestError(f"cache_salt is {cache_salt!r:.80}, but must be a string with text")
+        raise RequestError(f"cache_salt is {shown(cache_salt)}, but must be a string with text")
 
 
 def _token_id(value: Any) -> int:
@@ -296,12 +296,7 @@ def _token_id(value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise RequestError(f"the prompt contains {value!r:.80}, which is not a token id") from None
-
-
-def _digits(number: int) -> str:
-    """A number for a message. Python refuses to write out the longest ones, and nobody would read them."""
-    return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+        raise RequestError(f"the prompt contains {shown(value)}, which is not a token id") from None
 
 
 def _check_texts(name: str, texts: Sequence[str], max_number: int, max_characters: int) -> None:
