@@ -41,6 +41,15 @@ class RequestError(TinyVLLMError, ValueError):
 class PromptTooLong(RequestError):
     """A prompt has more tokens than the context or the page pool holds."""
 
+    @classmethod
+    def for_context(cls, count: str, context_len: int) -> PromptTooLong:
+        """count: of its tokens, in words."""
+        return cls(
+            f"the prompt has {count}, but must be shorter than the context: this model's maximum context "
+            f"length is {context_len} tokens",
+            hint="shorten the prompt or raise max_model_len",
+        )
+
 
 class CapacityError(TinyVLLMError, ValueError):
     """A valid request that cannot be taken now."""

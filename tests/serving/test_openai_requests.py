@@ -145,3 +145,16 @@ def test_a_wrong_limit_of_a_chat_has_the_name_that_the_client_sent(
     assert words in answer.error["message"]
     other = "max_tokens" if "max_completion_tokens" in words else "max_completion_tokens"
     assert other not in answer.error["message"]
+
+
+def test_a_text_that_no_context_holds_is_refused_without_encoding_it(server: RunningServer) -> None:
+    """Encoded, a text takes a hundred times its size of the API process's memory."""
+    text = "é x" * 500_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/embeddings", {"input": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        answer = server.post(path, body)
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded"), path
+        assert " tokens or more, but must be shorter than the context" in answer.error["message"]

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
+from tiny_vllm.text.pieces import byte_alphabet
 from tiny_vllm.text.tokenizer import Tokenizer
 
 
@@ -98,3 +100,49 @@ def test_texts_get_the_ids_of_the_librarys_plain_call(bos_tokenizer: Tokenizer, 
         expected = bos_tokenizer._backend.encode(text, add_special_tokens=add).ids
         assert bos_tokenizer.encode(text, add_special_tokens=add) == expected
     assert bos_tokenizer.encode_chat(text) == bos_tokenizer.encode(text)
+
+
+def byte_level_backend(**changes: Any) -> Backend:
+    """A BPE of bytes and a token of 12 of them."""
+    vocabulary = {character: place for place, character in enumerate(byte_alphabet())}
+    vocabulary["abcdefghijkl"] = len(vocabulary)
+    backend = Backend(models.BPE(vocabulary, [], **changes))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def test_how_many_tokens_a_text_has_at_least_is_known_without_encoding_it() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    assert [tokenizer.fewest_tokens("a" * size) for size in (0, 1, 12, 13, 120)] == [0, 1, 1, 2, 10]
+    assert tokenizer.fewest_tokens("é" * 7) == 2
+    backend = byte_level_backend()
+    backend.add_tokens(["a token of 25 characters.."])
+    assert Tokenizer(backend).fewest_tokens("a" * 26) == 1
+    backend = byte_level_backend()
+    backend.normalizer = normalizers.NFC()
+    assert Tokenizer(backend).fewest_tokens("e\u0301" * 12) == 1
+
+
+def test_where_a_token_may_stand_for_any_length_nothing_is_known() -> None:
+    backend = byte_level_backend()
+    backend.normalizer = normalizers.Strip()
+    assert Tokenizer(backend).fewest_tokens(" " * 1000) == 0
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("<x>", rstrip=True)])
+    assert Tokenizer(backend).fewest_tokens("<x>" + " " * 1000) == 0
+    backend = byte_level_backend()
+    split = pre_tokenizers.Split(" ", "removed")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    assert Tokenizer(backend).fewest_tokens("a" + " " * 1000) == 0
+    assert Tokenizer(Backend(models.WordLevel({"?": 0}, "?"))).fewest_tokens("a" * 1000) == 0
+
+
+@pytest.mark.parametrize("parse", [True, False])
+def test_what_surely_exceeds_the_context_is_not_encoded(parse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    text = "x" * 121
+    assert len(tokenizer.encode(text, parse_special_tokens=parse, context_len=12)) == 121
+    monkeypatch.setattr(tokenizer, "_ids", None)
+    with pytest.raises(PromptTooLong, match=r"has 11 tokens or more, .* maximum context length is 11 tokens"):
+        tokenizer.encode(text, parse_special_tokens=parse, context_len=11)

@@ -75,7 +75,7 @@ class RequestMaker:
         prompts = self._prompts("prompt", body.prompt)
         for place, prompt in enumerate(prompts):
             with _naming_prompt("prompt", place, len(prompts)):
-                token_ids = self._token_ids(prompt, body)
+                token_ids = self._token_ids(prompt, body, self.builder.max_model_len)
                 prepared = self.builder.build(token_ids, params, **self._options(body, call, place))
             if place == 0:
                 _check_lists(prepared.request, len(prompts))
@@ -89,7 +89,7 @@ class RequestMaker:
         for place, prompt in enumerate(prompts):
             options = self._options(body, call, place)
             with _naming_prompt("input", place, len(prompts)):
-                token_ids = self._token_ids(prompt, body)
+                token_ids = self._token_ids(prompt, body, self.builder.max_model_len)
                 prepared = self.builder.build_embedding(token_ids, pooling, **options)
             requests.append(_with_text(prepared, prompt))
         return requests
@@ -176,7 +176,10 @@ class RequestMaker:
         return options
 
     def _token_ids(
-        self, prompt: str | list[int], body: CompletionBody | EmbeddingBody | TokenizeBody
+        self,
+        prompt: str | list[int],
+        body: CompletionBody | EmbeddingBody | TokenizeBody,
+        context_len: int | None = None,
     ) -> list[int]:
         """Those of a client's are as they came: the builder looks at each."""
         if not isinstance(prompt, str):
@@ -185,6 +188,7 @@ class RequestMaker:
             prompt,
             add_special_tokens=body.add_special_tokens is not False,
             parse_special_tokens=body.parse_special_tokens is not False,
+            context_len=context_len,
         )
 
     def _options(self, body: RequestBody, call: Call, place: int) -> Mapping[str, Any]:

@@ -31,6 +31,15 @@ def pieces_of(backend: Backend) -> Pieces:
     return ContextPieces(backend) if rule is None else BytePieces(backend, rule)
 
 
+def keeps_all_bytes(backend: Backend) -> bool:
+    """Whether tokens stand for bytes of the normalised text, all of which have one."""
+    rule = _byte_rule(_decoder_steps(backend))
+    splits = _steps_of(backend.pre_tokenizer, "pretokenizers")
+    kinds, behaviours = {step["type"] for step in splits}, {step.get("behavior") for step in splits}
+    drops_nothing = kinds <= {"ByteLevel", "Split", "Digits"} and "Removed" not in behaviours
+    return rule is not None and rule.byte_level and drops_nothing
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRule:
     """How a decoder turns one piece into bytes.
@@ -146,10 +155,15 @@ def _piece(backend: Backend, token_id: int) -> str:
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    if backend.decoder is None:
+    return _steps_of(backend.decoder, "decoders")
+
+
+def _steps_of(part: Any, name: str) -> list[dict[str, Any]]:
+    """Of a decoder or pre-tokenizer, what it was made of. name: that of its steps where it is a sequence."""
+    if part is None:
         return []
-    decoder = json.loads(backend.decoder.__getstate__())
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    state = json.loads(part.__getstate__())
+    return state[name] if state["type"] == "Sequence" else [state]
 
 
 def _byte_rule(steps: list[dict[str, Any]]) -> ByteRule | None:

@@ -57,7 +57,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._ids_hint = ids_hint
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._max_logprobs = max_logprobs
         self._max_n = max_n
         self._numbers = itertools.count()
@@ -83,7 +83,9 @@ class RequestBuilder:
         token_ids: Sequence[int]
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text", self._ids_hint)
-            token_ids = tokenizer.encode(prompt, parse_special_tokens=parse_special_tokens)
+            token_ids = tokenizer.encode(
+                prompt, parse_special_tokens=parse_special_tokens, context_len=self.max_model_len
+            )
         else:
             token_ids = self._check_prompt_ids(prompt)
         text = prompt if isinstance(prompt, str) else None
@@ -114,6 +116,7 @@ class RequestBuilder:
             tools=tools,
             variables=template_variables,
             parse_special_tokens=parse_special_tokens,
+            context_len=self.max_model_len,
         )
         return self._finish(token_ids, text, sampling, request_id, priority, cache_salt, arrival_time)
 
@@ -231,14 +234,10 @@ class RequestBuilder:
 
     def _fit_context(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
         """The same parameters with max_tokens set to at most what the context leaves."""
-        limit = self._max_model_len
+        limit = self.max_model_len
         room = limit - prompt_len
         if room <= 0:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens, but must be shorter than the context: "
-                f"this model's maximum context length is {limit} tokens",
-                hint="shorten the prompt or raise max_model_len",
-            )
+            raise PromptTooLong.for_context(f"{prompt_len} tokens", limit)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         if sampling.min_tokens > max_tokens:
             raise RequestError(

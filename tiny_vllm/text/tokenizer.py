@@ -7,12 +7,16 @@ from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.normalizers import NFC
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.chat_template import ChatTemplate, Message
 from tiny_vllm.text.detokenizer import Detokenizer
-from tiny_vllm.text.pieces import pieces_of
+from tiny_vllm.text.pieces import keeps_all_bytes, pieces_of
 from tiny_vllm.text.special_text import SpecialText, map_strings, strings_in
+
+NFC_SHRINKS = 3
+"""NFC makes a text at most so many times shorter, in bytes (Unicode Standard Annex 15)."""
 
 
 class Tokenizer:
@@ -62,16 +66,23 @@ class Tokenizer:
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special_tokens: bool = True,
+        context_len: int | None = None,
     ) -> list[int]:
         """Token ids of a text.
 
         add_special_tokens: add what the tokenizer adds to a prompt, usually BOS. A text that already begins
         with the BOS token does not get a second one, so a rendered conversation may be passed as it is.
         parse_special_tokens: take control tokens that are written out in the text as such, as Hugging Face
-        and vLLM do; otherwise they are plain text. Raises RequestError for anything that is not Unicode text.
+        and vLLM do; otherwise they are plain text. context_len: see `fewest_tokens`; a text that has as many
+        is refused. Raises RequestError for anything that is not Unicode text, and PromptTooLong.
         """
         _check_text(text)
+        self._check_len(text, context_len)
         if not parse_special_tokens and self._special_text.is_in(text):
             before, after = self._added_around if add_special_tokens else ([], [])
             return [*before, *self._special_text.encode(text), *after]
@@ -81,13 +92,18 @@ class Tokenizer:
         return ids
 
     def encode_messages(
-        self, messages: Sequence[Message], *, parse_special_tokens: bool = False, **options: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        parse_special_tokens: bool = False,
+        context_len: int | None = None,
+        **options: Any,
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and as token ids.
 
         Control tokens are those that the chat template writes. One that a client writes into a message, a
-        tool or a variable is plain text, unless parse_special_tokens. options: see ChatTemplate.render.
-        Raises RequestError if there is no template, and for what cannot be rendered.
+        tool or a variable is plain text, unless parse_special_tokens. context_len: as for `encode`. options:
+        see ChatTemplate.render. Raises RequestError if there is no template, and for what cannot be rendered.
         """
         if self.chat_template is None:
             raise RequestError("this model has no chat template", hint="send a prompt as text")
@@ -98,6 +114,7 @@ class Tokenizer:
         marking = None if parse_special_tokens else self._special_text.marking(texts)
         if marking is None:
             text = self.chat_template.render(messages, **options)
+            self._check_len(text, context_len)
             return text, self.encode_chat(text)
         mark, put = marking
         put_into = [map_strings(value, put) for value in given]
@@ -108,7 +125,9 @@ class Tokenizer:
         except RequestError:
             self.chat_template.render(messages, **options)  # Refused in the client's own words.
             raise
-        return marked.replace(mark, ""), self._with_bos(self._special_text.encode(marked, mark))
+        text = marked.replace(mark, "")
+        self._check_len(text, context_len)
+        return text, self._with_bos(self._special_text.encode(marked, mark))
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered conversation: one BOS if the tokenizer adds BOS, whoever writes it.
@@ -135,6 +154,13 @@ class Tokenizer:
         if joined[: len(anchor)] != anchor:
             return [after_space]
         return [after_space, joined[len(anchor) :]]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, 0 where that is unknown. Encoding a text takes over
+        a hundred times its size in memory, which is lost on one that no context holds."""
+        if not self._most_bytes_of_a_token:
+            return 0
+        return -(-len(text.encode(errors="surrogatepass")) // self._most_bytes_of_a_token)
 
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, continues: bool = False
@@ -171,6 +197,25 @@ class Tokenizer:
     @cached_property
     def _special_text(self) -> SpecialText:
         return SpecialText(self._backend)
+
+    def _check_len(self, text: str, context_len: int | None) -> None:
+        # A byte of a text is a token at most.
+        if context_len is None or len(text) < context_len:
+            return
+        if (fewest := self.fewest_tokens(text)) >= context_len:
+            raise PromptTooLong.for_context(f"{fewest} tokens or more", context_len)
+
+    @cached_property
+    def _most_bytes_of_a_token(self) -> int:
+        """Of a text, before it is normalised. 0: any number."""
+        backend = self._backend
+        added = backend.get_added_tokens_decoder().values()
+        shrinks = {type(None): 1, NFC: NFC_SHRINKS}.get(type(backend.normalizer))
+        if shrinks is None or not keeps_all_bytes(backend) or any(t.lstrip or t.rstrip for t in added):
+            return 0
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        longest = max(map(len, vocabulary), default=0)  # a character for each byte
+        return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self.adds_bos and ids[:1] != [self.bos_token_id]:
