@@ -116,6 +116,10 @@ def read_rope(
     if rope_type == "llama3":
         return RopeSpec(**common, **_llama3(fields)), max_positions
     if rope_type == "longrope":
+        if original < 2:
+            raise ModelError(
+                f"RoPE parameters: original_max_position_embeddings is {original}, but longrope needs 2"
+            )
         return RopeSpec(**common, **_longrope(fields, common["rotary_dim"])), max_positions
     if rope_type == "yarn":
         return RopeSpec(**common, **_yarn(fields)), int(original * factor)
