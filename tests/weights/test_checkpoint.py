@@ -332,6 +332,15 @@ def test_an_index_without_a_map_is_refused(index: Any, shards: Path) -> None:
     refused(shards, INDEX, "weight_map")
 
 
+def test_a_file_name_longer_than_any_file_has_is_missing(shards: Path) -> None:
+    index = json.loads((shards / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "n" * 5000
+    (shards / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="weight files are missing: n{80}$") as refusal:
+        open_checkpoint(str(shards))
+    assert len(refusal.value.message) < 500
+
+
 def test_an_index_may_not_point_outside(shards: Path) -> None:
     index = json.loads((shards / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = "../other.safetensors"
