@@ -173,6 +173,7 @@ GGUF_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.attention.sliding_window": 2**63},
         "sliding_window is 9223372036854775808",
     ),
+    "no MLP size": ({"llama.feed_forward_length": None}, "llama.feed_forward_length is missing"),
     "text for a number": ({"llama.context_length": "4096"}, "llama.context_length is '4096'"),
 }
 

@@ -251,8 +251,9 @@ def _experts(fields: Fields, row: Architecture) -> ExpertsSpec | None:
 
 def _intermediate_size(fields: Fields, experts: ExpertsSpec | None) -> int:
     """Where every layer has experts the size of a plain MLP may be left out."""
-    size = fields.integer("feed_forward_length", None if experts is None else experts.intermediate_size)
-    return int(size)
+    if experts is None:
+        return int(fields.integer("feed_forward_length"))
+    return int(fields.integer("feed_forward_length", experts.intermediate_size))
 
 
 def _irregular(name: str, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tiny_vllm.errors import RequestError
 from tiny_vllm.text.chat_template import ChatTemplate, Message
 from tiny_vllm.text.detokenizer import Detokenizer
 from tiny_vllm.text.pieces import pieces_of
-from tiny_vllm.text.special_text import SpecialText, map_strings, strings_in
+from tiny_vllm.text.special_text import SpecialText, encoded_ids, map_strings, strings_in
 
 
 class Tokenizer:
@@ -179,8 +179,7 @@ class Tokenizer:
         return ids
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Works out no offsets, and lets other threads run meanwhile: `encode` does neither.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return encoded_ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def _id_of_role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)

@@ -126,7 +126,7 @@ def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
         ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{directory}: tokenizer.json or tokenizer_config.json is malformed") from error
-    return (ids[text],) if text in ids else ()
+    return tuple(_ids(ids.get(text), f"{directory}: the id of {text!r:.80}"))
 
 
 def _ids(value: object, name: str) -> Iterator[int]:
