@@ -169,6 +169,24 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"sliding_attention": {"rope_type": "mrope"}}},
         "'mrope'",
     ),
+    "layer types no text": ("qwen3", {"layer_types": [{}] * 32}, r"layer_types is \[\{\}"),
+    "rotation flags no numbers": ("smollm3", {"no_rope_layers": [[]] * 36}, r"no_rope_layers is \[\[\]"),
+    "more experts than can be": (
+        "mixtral",
+        {"num_local_experts": 2**31 - 1},
+        "num_local_experts is 2147483647",
+    ),
+    "the same of Qwen3": ("qwen3_moe", {"num_experts": 10**6}, "num_experts is 1000000"),
+    "the same of gpt-oss": ("gpt_oss", {"num_local_experts": 10**6}, "num_local_experts is 1000000"),
+    "longrope of one position": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 1,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48},
+        },
+        "original_max_position_embeddings is 1",
+    ),
+    "rotated more than whole": ("phi3", {"partial_rotary_factor": 1e308}, "partial_rotary_factor is 1e"),
     "another swiglu": ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
 }
 

@@ -164,6 +164,16 @@ GGUF_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rope type": ({"llama.rope.scaling.type": "mrope", "llama.rope.scaling.factor": 2.0}, "'mrope'"),
     "longrope without factors": ({"llama.rope.scaling.type": "longrope"}, "short_factor is None"),
     "no factor": ({"llama.rope.scaling.type": "linear"}, "factor is missing"),
+    "more layers than can be": ({"llama.block_count": 2**32 - 1}, "llama.block_count is 4294967295"),
+    "more experts than can be": (
+        {"llama.expert_count": 2**31 - 1, "llama.expert_used_count": 2},
+        "llama.expert_count is 2147483647",
+    ),
+    "window beyond integers": (
+        {"llama.attention.sliding_window": 2**63},
+        "sliding_window is 9223372036854775808",
+    ),
+    "no MLP size": ({"llama.feed_forward_length": None}, "llama.feed_forward_length is missing"),
     "text for a number": ({"llama.context_length": "4096"}, "llama.context_length is '4096'"),
 }
 

@@ -225,6 +225,20 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "number as boolean": ({"attention_bias": 1}, "attention_bias is 1"),
     "epsilon": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    "size no tensor has": ({"vocab_size": 2**31}, "vocab_size is 2147483648, but must be at most 2147483647"),
+    "more layers than can be": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but must be at"),
+    "head size beyond floats": ({"head_dim": 10**400}, "head_dim is 1000"),
+    "number beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+    "number beyond FP32": ({"rope_scaling": {**YARN, "beta_fast": 1e308}}, "beta_fast is 1e\\+308"),
+    "number below FP32": ({"rope_scaling": {**YARN, "beta_slow": 5e-324}}, "beta_slow is 5e-324"),
+    "context beyond integers": (
+        {"rope_scaling": {"type": "linear", "factor": 1e30}},
+        "factor is 1e\\+30, which",
+    ),
+    "yarn beyond integers": ({"rope_scaling": {**YARN, "factor": 1e30}}, "factor is 1e\\+30, which"),
+    "long dtype": ({"dtype": [10**300]}, "dtype is"),
+    "long rope type": ({"rope_scaling": {"type": "x" * 1000}}, "rope type"),
+    "long quantisation": ({"quantization": "x" * 1000}, "quantization_config"),
 }
 
 
@@ -235,3 +249,4 @@ def test_what_is_not_understood_is_refused_by_name(case: str) -> None:
         spec_from_hf_config({**LLAMA, **changes})
     # Whoever has read the file puts its path before the message.
     assert "config.json" not in refusal.value.message
+    assert len(refusal.value.message) < 200

@@ -134,7 +134,16 @@ def test_the_sandbox_holds(source: str) -> None:
     assert message == USER
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ messages[7].role }}", "{{ 1 / 0 }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[7].role }}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'a' * 10**18 }}",
+    ],
+)
 def test_a_template_that_trips_is_a_request_error(source: str) -> None:
     with pytest.raises(RequestError, match="the chat template"):
         template(source).render([USER])

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, RequestError
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.text.tokenizer_directory import load_tokenizer_directory
 
@@ -185,6 +187,20 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         load_tokenizer_directory(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ModelError, match=r"hint: tokenizer\.model alone is not read"):
+        load_tokenizer_directory(tmp_path)
+
+
+def test_a_vocabulary_without_its_unknown_token_refuses_texts(tmp_path: Path) -> None:
+    vocabulary = {"a": 0}
+    Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer_directory(tmp_path)
+    assert tokenizer.encode("aa") == [0, 0]
+    for parse_special_tokens in (True, False):
+        with pytest.raises(RequestError, match=r"cannot encode this text: Unk token `.` not found"):
+            tokenizer.encode("ab", parse_special_tokens=parse_special_tokens)
+    vocabulary = {"b": 0}
+    Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer: Unk token"):
         load_tokenizer_directory(tmp_path)
 
 

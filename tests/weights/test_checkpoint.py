@@ -332,6 +332,25 @@ def test_an_index_without_a_map_is_refused(index: Any, shards: Path) -> None:
     refused(shards, INDEX, "weight_map")
 
 
+@pytest.mark.parametrize("token_id", [[[]], "2", {}, -1])
+def test_a_token_id_that_is_none_is_refused(token_id: Any, tmp_path: Path, single: Path) -> None:
+    directory = shutil.copytree(single, tmp_path / "model")
+    added = [{"content": "</s>", "id": token_id}]
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(ModelError, match=r"the id of '</s>' is .* but must be a token id"):
+        open_checkpoint(str(directory))
+
+
+def test_a_file_name_longer_than_any_file_has_is_missing(shards: Path) -> None:
+    index = json.loads((shards / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "n" * 5000
+    (shards / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"weight files are missing: n{80}\n") as refusal:
+        open_checkpoint(str(shards))
+    assert len(refusal.value.message) < 500
+
+
 def test_an_index_may_not_point_outside(shards: Path) -> None:
     index = json.loads((shards / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = "../other.safetensors"

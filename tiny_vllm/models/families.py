@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.fields import MOST_PARTS, Fields
 from tiny_vllm.models.rope_parameters import FULL, SLIDING
 from tiny_vllm.models.spec import ExpertsSpec
 
@@ -97,7 +97,11 @@ def windows_by_type(
         types = fields.get("layer_types")
         if types is None:
             types = [SLIDING if window and is_sliding(fields, i) else FULL for i in range(num_layers)]
-        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {FULL, SLIDING}:
+        if (
+            not isinstance(types, list)
+            or len(types) != num_layers
+            or not all(kind in (FULL, SLIDING) for kind in types)
+        ):
             raise fields.error("layer_types", types, f"{num_layers} times {FULL} or {SLIDING}")
         layers = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
         if layers and window is None:
@@ -113,7 +117,7 @@ def every_nth_is_full(period: int) -> Callable[[Fields, int], bool]:
 
 def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     return ExpertsSpec(
-        num_experts=fields.integer("num_local_experts"),
+        num_experts=fields.integer("num_local_experts", limit=MOST_PARTS),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
     )
@@ -122,7 +126,7 @@ def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
 def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     """Softmax over the picked logits, which is the softmax over all of them brought to a sum of 1."""
     return ExpertsSpec(
-        num_experts=fields.integer("num_local_experts"),
+        num_experts=fields.integer("num_local_experts", limit=MOST_PARTS),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
         bias=True,
@@ -134,7 +138,8 @@ def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     dense = set(fields.indices("mlp_only_layers", num_layers))
     dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
     return ExpertsSpec(
-        num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+        num_experts=fields.integer("num_experts", None, limit=MOST_PARTS)
+        or fields.integer("num_local_experts", limit=MOST_PARTS),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
         normalize=fields.boolean("norm_topk_prob"),
@@ -420,6 +425,6 @@ def rotated_flags(fields: Fields, num_layers: int) -> list[bool]:
     if flags is None:
         interval = fields.integer("no_rope_layer_interval")
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if not isinstance(flags, list) or len(flags) < num_layers or not set(flags) <= {0, 1}:
+    if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
         raise fields.error("no_rope_layers", flags, f"{num_layers} times 0 or 1")
     return [bool(flag) for flag in flags]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from tiny_vllm.errors import ModelError
 
 _REQUIRED: Any = object()
+
+LARGEST = 2**31 - 1
+"""What an integer may be: no size of a model comes near it, and sums and products of such stay exact."""
+
+SMALLEST_NUMBER, LARGEST_NUMBER = 1.2e-38, 3.4e38
+"""What a number that is not 0 may be: what FP32, in which it is used, can hold."""
+
+MOST_PARTS = 1024
+"""How many layers, or experts in one, a model may have: each is gone through before anything is loaded."""
 
 
 class Fields:
@@ -40,8 +48,8 @@ class Fields:
         key = self._prefix + name
         return self.values[key] if key in self.values else self._defaults.get(name)
 
-    def integer(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A positive integer; None only if that is the default."""
+    def integer(self, name: str, default: Any = _REQUIRED, *, limit: int = LARGEST) -> Any:
+        """A positive integer up to `limit`; None only if that is the default."""
         value = self._get(name, default)
         if value is default or value is None:
             return value
@@ -49,15 +57,20 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, value, "a positive integer")
+        if value > limit:
+            raise self.error(name, value, f"at most {limit}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A finite number that is not negative; None only if that is the default."""
+        """A number that FP32 holds and that is not negative; None only if that is the default."""
         value = self._get(name, default)
         if value is default or value is None:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self.error(name, value, "a finite number of at least 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= LARGEST_NUMBER:
+            raise self.error(name, value, f"a number from 0 to {LARGEST_NUMBER}")
+        if 0 < value < SMALLEST_NUMBER:
+            raise self.error(name, value, f"0 or at least {SMALLEST_NUMBER}")
         return float(value)
 
     def positive(self, name: str, default: Any = _REQUIRED) -> Any:

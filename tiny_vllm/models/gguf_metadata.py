@@ -13,7 +13,7 @@ from typing import Any
 
 from tiny_vllm.errors import ModelError
 from tiny_vllm.models.families import FAMILIES, Windows
-from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.fields import MOST_PARTS, Fields
 from tiny_vllm.models.rope_parameters import read_rope
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tiny_vllm.models.spec_check import checked, divide
@@ -82,7 +82,8 @@ class Architecture:
 
 def _window(fields: Fields, default: int | None = None) -> int | None:
     """0 and an absent key mean no window."""
-    return int(fields.number("attention.sliding_window", default or 0)) or None
+    key = "attention.sliding_window"
+    return fields.integer(key, default) if fields.number(key, default) else None
 
 
 def _everywhere(fields: Fields, num_layers: int) -> Windows:
@@ -177,7 +178,7 @@ def spec_from_gguf(
     _refuse_unsupported(fields, row)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
+    num_layers = fields.integer("block_count", limit=MOST_PARTS)
     head_dim = fields.integer("attention.key_length", None) or divide(
         hidden_size, num_heads, f"{name}.embedding_length"
     )
@@ -239,7 +240,7 @@ def _experts(fields: Fields, row: Architecture) -> ExpertsSpec | None:
         return None
     normalize = fields.boolean("expert_weights_norm", row.experts_normalize)
     return ExpertsSpec(
-        num_experts=fields.integer("expert_count"),
+        num_experts=fields.integer("expert_count", limit=MOST_PARTS),
         num_active=fields.integer("expert_used_count"),
         intermediate_size=fields.integer("expert_feed_forward_length", None)
         or fields.integer("feed_forward_length"),
@@ -250,8 +251,9 @@ def _experts(fields: Fields, row: Architecture) -> ExpertsSpec | None:
 
 def _intermediate_size(fields: Fields, experts: ExpertsSpec | None) -> int:
     """Where every layer has experts the size of a plain MLP may be left out."""
-    size = fields.integer("feed_forward_length", None if experts is None else experts.intermediate_size)
-    return int(size)
+    if experts is None:
+        return int(fields.integer("feed_forward_length"))
+    return int(fields.integer("feed_forward_length", experts.intermediate_size))
 
 
 def _irregular(name: str, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiny_vllm.errors import ModelError
 from tiny_vllm.models.families import FAMILIES, LLAMA_DEFAULTS, Family, rotated_flags
-from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.fields import MOST_PARTS, Fields
 from tiny_vllm.models.rope_parameters import (
     hf_rope_parameters,
     hf_rope_parameters_by_type,
@@ -41,7 +41,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     _refuse_unsupported(config, fields, family)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", limit=MOST_PARTS)
     head_dim = fields.integer("head_dim") or divide(hidden_size, num_heads, "hidden_size")
     rope, sliding_rope, context = _ropes(config, fields, family, head_dim)
     values: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _refuse_unsupported(config: Mapping[str, Any], fields: Fields, family: Famil
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
-            f"quantization_config ({method}) is not supported",
+            f"quantization_config ({method!s:.80}) is not supported",
             hint="use the unquantised model or a GGUF file",
         )
     key, activation = family.activation_key, fields.get(family.activation_key)
@@ -169,5 +169,5 @@ def _declared_dtype(config: Mapping[str, Any]) -> str:
     declared = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(declared).removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"dtype is {declared!r}, but must be one of {', '.join(DTYPES)}")
+        raise ModelError(f"dtype is {declared!r:.80}, but must be one of {', '.join(DTYPES)}")
     return name

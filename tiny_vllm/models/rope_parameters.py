@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.fields import Fields
+from tiny_vllm.models.fields import LARGEST, Fields
 from tiny_vllm.models.spec import RopeScaling, RopeSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -89,7 +89,8 @@ def read_rope(
     rope_type: Any = parameters.get("rope_type")
     if rope_type not in get_args(RopeScaling):
         raise ModelError(
-            f"rope type {rope_type!r} is not supported", hint=f"supported: {', '.join(get_args(RopeScaling))}"
+            f"rope type {rope_type!r:.80} is not supported",
+            hint=f"supported: {', '.join(get_args(RopeScaling))}",
         )
     common: dict[str, Any] = {
         "theta": fields.number("rope_theta"),
@@ -105,12 +106,20 @@ def read_rope(
         factor = fields.number("factor")
     if factor < 1.0:
         raise ModelError(f"RoPE parameters: factor is {factor}, but must be at least 1")
+    if original * factor > LARGEST:
+        raise ModelError(
+            f"RoPE parameters: factor is {factor}, which takes {original} tokens beyond {LARGEST}"
+        )
     # Dynamic scaling is defined against the configured length, whatever else the parameters say.
     original = max_positions if rope_type == "dynamic" else original
     common |= {"factor": factor, "original_max_position_embeddings": original}
     if rope_type == "llama3":
         return RopeSpec(**common, **_llama3(fields)), max_positions
     if rope_type == "longrope":
+        if original < 2:
+            raise ModelError(
+                f"RoPE parameters: original_max_position_embeddings is {original}, but longrope needs 2"
+            )
         return RopeSpec(**common, **_longrope(fields, common["rotary_dim"])), max_positions
     if rope_type == "yarn":
         return RopeSpec(**common, **_yarn(fields)), int(original * factor)
@@ -123,8 +132,10 @@ def _rotary_dim(fields: Fields, head_dim: int, may_be_partial: bool) -> int:
         raise ModelError(f"partial_rotary_factor is {share}, but only 1 is supported")
     if head_dim % 2:
         raise ModelError(f"head size is {head_dim}, but rotary embedding needs an even one")
+    if share > 1.0:
+        raise ModelError(f"partial_rotary_factor is {share}, but must be at most 1")
     rotary_dim = int(head_dim * share)
-    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+    if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
             f"partial_rotary_factor is {share}: that rotates {rotary_dim} of {head_dim} dimensions, "
             "but it must be an even number of them"

@@ -84,9 +84,13 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template refuses these messages: {error.message or error}"
             ) from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
+        except (
+            *(TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError),
+            *(RecursionError, MemoryError),
+        ) as error:
             # The template tripped over the messages: it has no other input.
-            raise RequestError(f"the chat template cannot render these messages: {error}") from None
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the chat template cannot render these messages: {reason}") from None
 
     def _check_message(self, place: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):

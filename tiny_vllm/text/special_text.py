@@ -23,6 +23,15 @@ ORDINARY_ID = 0
 """What the finder makes of text between control tokens."""
 
 
+def encoded_ids(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids. Raises RequestError for text that the vocabulary has no tokens for."""
+    try:
+        # Works out no offsets, and lets other threads run meanwhile: `encode` does neither.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except Exception as error:  # the library raises bare Exception
+        raise RequestError(f"the tokenizer cannot encode this text: {error}") from None
+
+
 class SpecialText:
     """Finds a tokenizer's control tokens in text, and encodes text of which only some count as such.
 
@@ -55,8 +64,8 @@ class SpecialText:
         else:
             prepared = self._prepare(text, mark)
         encoder, real_ids = self._encoder(mark)
-        (found,) = encoder.encode_batch_fast([prepared], add_special_tokens=False)
-        return [real_ids.get(token_id, token_id) for token_id in found.ids]
+        found = encoded_ids(encoder, prepared, add_special_tokens=False)
+        return [real_ids.get(token_id, token_id) for token_id in found]
 
     def marking(self, texts: Sequence[str]) -> tuple[str, Callable[[str], str]] | None:
         """A mark that is in none of the texts, and what puts it into one of them; None if none needs it.

@@ -13,7 +13,7 @@ from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.chat_template import ChatTemplate, Message
 from tiny_vllm.text.detokenizer import Detokenizer
 from tiny_vllm.text.pieces import keeps_all_bytes, pieces_of
-from tiny_vllm.text.special_text import SpecialText, map_strings, strings_in
+from tiny_vllm.text.special_text import SpecialText, encoded_ids, map_strings, strings_in
 
 NFC_SHRINKS = 3
 """NFC makes a text at most so many times shorter, in bytes (Unicode Standard Annex 15)."""
@@ -224,8 +224,7 @@ class Tokenizer:
         return ids
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Works out no offsets, and lets other threads run meanwhile: `encode` does neither.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return encoded_ids(self._backend, text, add_special_tokens=add_special_tokens)
 
     def _id_of_role(self, role: str) -> int | None:
         token = self.special_tokens.get(role)

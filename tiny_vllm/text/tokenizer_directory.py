@@ -64,7 +64,9 @@ def _read_backend(path: Path) -> Backend:
             hint = "tokenizer.model alone is not read: save the tokenizer in its fast form beside it"
         raise ModelError(f"{path} does not exist", hint=hint)
     try:
-        return Backend.from_file(str(path))
+        backend = Backend.from_file(str(path))
+        backend.encode("a")  # Some damage shows only now.
+        return backend
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"{path} is not a tokenizer: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], Mapping[str, str]]:
     weight_map = read_weight_map(index)
     names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not (directory / name).is_file()]
+    # Unlike Path.is_file this takes a name that no file can have for one that is missing.
+    missing = [name for name in names if not os.path.isfile(directory / name)]
     if missing:
         raise ModelError(
             f"{directory}: {len(missing)} of {len(names)} weight files are missing: {_listed(missing)}",
@@ -124,7 +126,7 @@ def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
         ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{directory}: tokenizer.json or tokenizer_config.json is malformed") from error
-    return (ids[text],) if text in ids else ()
+    return tuple(_ids(ids.get(text), f"{directory}: the id of {text!r:.80}"))
 
 
 def _ids(value: object, name: str) -> Iterator[int]:
@@ -138,4 +140,4 @@ def _ids(value: object, name: str) -> Iterator[int]:
 
 def _listed(names: list[str]) -> str:
     more = ", ..." if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
+    return ", ".join(f"{name:.80}" for name in names[:NAMES_SHOWN]) + more
