@@ -96,6 +96,9 @@ inline void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 
     copy_box(target + away, map, x, y, barrier + away);
   }
 }
+inline void stream_box(u32 target, const TensorMap& map, int x, int y, u32 barrier, u64) {
+  copy_box(target, map, x, y, barrier);
+}
 inline void fence_shared() {
   for (const emulated::Piece& piece : emulated::pieces[emulated::self->index])
     memcpy(emulated::at(piece.address, 16), piece.words, 16);

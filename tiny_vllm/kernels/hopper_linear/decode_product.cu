@@ -9,7 +9,8 @@
 // of 96 and 64 of 48.
 //
 // One thread copies (TMA), 64 terms at a time, into a ring of STAGES. It fills the ring with W before it
-// waits for the preceding kernel, which writes x.
+// waits for the preceding kernel, which writes x. Where one block alone has a row of W and memory is the
+// limit, W leaves the L2 cache first.
 //
 // What limits such tiles is how fast operands come, more than arithmetic. So x may be two tiles, whose
 // blocks, a CLUSTER, share rows of W: each copies half of them to both, and a stage is free when the
@@ -27,6 +28,7 @@ constexpr int HALF_COLUMNS = COLUMNS / HALVES;        // of a tile of y
 constexpr int WEIGHT_SHARE = HALF_COLUMNS / CLUSTER;  // what a block copies of W
 constexpr u32 X_BYTES = ROWS * TERMS * 2, STAGE_BYTES = X_BYTES + COLUMNS * TERMS * 2;
 constexpr int GROUPS = HALF_COLUMNS / 8;
+constexpr bool STREAMS = CLUSTER == 1 && WARPGROUPS <= 2;
 static_assert(WEIGHT_SHARE % 8 == 0, "shares begin where the permutation does");
 static_assert(COLUMNS % (8 * HALVES) == 0 && COLUMNS <= 256, "columns of a product");
 
@@ -78,7 +80,9 @@ struct Producer {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const u32 target = shared.weight(stage) + (half * HALF_COLUMNS + work.rank * WEIGHT_SHARE) * TERMS * 2;
-      if (CLUSTER == 1)
+      if (STREAMS)
+        stream_box(target, p.weight, term(step), weight_row(half), full, streaming_policy());
+      else if (CLUSTER == 1)
         copy_box(target, p.weight, term(step), weight_row(half), full);
       else
         copy_box_to_all(target, p.weight, term(step), weight_row(half), full);

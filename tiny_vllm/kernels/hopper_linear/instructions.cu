@@ -24,6 +24,14 @@ DEV void arrive_at(u32 barrier, int rank) {
       "r"(rank)
       : "memory");
 }
+// A box that nobody reads again.
+DEV void stream_box(u32 target, const TensorMap& map, int x, int y, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      : "memory");
+}
 // A box into the shared memory of all blocks of a cluster, at the same address; the barrier there counts it.
 DEV void copy_box_to_all(u32 target, const TensorMap& map, int x, int y, u32 barrier) {
   asm volatile(
