@@ -1,4 +1,4 @@
-"""Which way of computing the products of a decode step of 65 to 256 rows is fastest?
+"""Which way of computing the products of a decode step of 9 to 256 rows is fastest?
 
     PYTHONPATH=. python3 benchmarks/gpu_decode_products.py --json products.json [--models 1b] [--rows 65,256]
 

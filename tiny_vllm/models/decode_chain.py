@@ -14,7 +14,7 @@ cache write and attention; output product; residual and norm; gate and up with a
 the next layer's norm. This is also the way, with any number of rows, of families that do more than add to the
 residual stream, and of more picks. Of experts it is router; choice of experts; their tiles; gate and up;
 down, whose parts are those of the picked experts. Where queries and keys have a norm over all heads, a kernel
-more sums their parts and norms them. On Hopper `hopper_linear` has the products of 65 to 256 rows.
+more sums their parts and norms them. On Hopper `hopper_linear` has the products of 9 to 256 rows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
     MAX_ROWS,
-    MIN_GATED_ROWS,
     MIN_ROWS,
     SHARED_LIMIT,
     Variant,
@@ -45,6 +44,7 @@ RUNS: dict[str, Run] = {
     "in_pairs": (BF16, 200, 200, 448, Variant(2, 48, 2, 2, stages=2)),
     "one_row_too_many": (BF16, 65, 112, 640, Variant(2, 48, 3, stages=3)),
     "alone": (FP16, 100, 72, 192, Variant(2, 32, 1, stages=2)),
+    "fewer_rows_than_a_tile": (BF16, 9, 64, 256, Variant(1, 48, 1, stages=2)),
 }
 SLOW_RUNS: dict[str, Run] = {
     "all_rows": (BF16, 256, 136, 256, Variant(2, 96, 2, 2, stages=2)),
@@ -149,11 +149,10 @@ SHAPES = [
     *((4096, 1024), (1024, 2048), (1024, 3072)),
 ]
 GATED_SHAPES = [(8192, 2048), (14336, 4096), (3072, 1024)]
-GATED_ROWS = (65, 96, 128, 129, 192, 200, 256)
-ALL_ROWS = (33, *GATED_ROWS)
+ALL_ROWS = (9, 64, 65, 96, 128, 129, 192, 200, 256)
 CHOSEN = sorted(
     {(choose_variant(rows, *shape).kernel, False) for rows in ALL_ROWS for shape in SHAPES}
-    | {(choose_variant(rows, *shape, True).kernel, True) for rows in GATED_ROWS for shape in GATED_SHAPES},
+    | {(choose_variant(rows, *shape, True).kernel, True) for rows in ALL_ROWS for shape in GATED_SHAPES},
     key=repr,
 )
 EXAMPLES = [
@@ -211,13 +210,16 @@ def test_a_choice_holds_all_rows_and_fits_into_a_multiprocessor(rows: int) -> No
 @pytest.mark.parametrize(
     ("rows", "shape", "gated", "fastest"),
     [
-        (64, (3072, 2048), False, Variant(1, 48, 2)),
-        (96, (3072, 2048), False, Variant(1, 96, 2, 2)),
-        (192, (2048, 2048), False, Variant(3, 48, 3)),
+        (64, (2048, 2048), False, Variant(1, 48, 3)),
+        (96, (2048, 2048), False, Variant(2, 48, 3)),
+        (128, (4096, 1024), False, Variant(2, 48, 1)),
+        (128, (4096, 4096), False, Variant(2, 64, 2)),
         (256, (2048, 8192), False, Variant(2, 96, 3, 2)),
-        (128, (4096, 14336), False, Variant(1, 128, 2, 2)),
+        (32, (3072, 1024), True, Variant(1, 64)),
+        (64, (8192, 2048), True, Variant(1, 128)),
+        (64, (14336, 4096), True, Variant(1, 256)),
         (128, (8192, 2048), True, Variant(2, 128)),
-        (128, (14336, 4096), True, Variant(2, 256)),
+        (192, (8192, 2048), True, Variant(3, 128)),
         (256, (8192, 2048), True, Variant(2, 256, 1, 2)),
     ],
 )
@@ -230,8 +232,9 @@ def test_what_was_fastest_on_an_h200_is_chosen(
 @pytest.mark.parametrize(
     ("rows", "tiles"),
     [
-        (65, {(2, 1), (1, 2)}),
-        (128, {(2, 1), (1, 2)}),
+        (64, {(1, 1)}),
+        (65, {(2, 1)}),
+        (128, {(2, 1)}),
         (192, {(3, 1)}),
         (256, {(4, 1), (2, 2)}),
     ],
@@ -251,9 +254,9 @@ def test_rows_are_a_tile_or_two_halves_that_share_weights(
     [
         (meta(99, 128, dtype=torch.float32), meta(2048, 128), False, r"torch\.float32 has no tensor cores"),
         (meta(99, 128, dtype=FP16), meta(2048, 128), False, r"torch\.bfloat16 is not that of the rows"),
-        (meta(MIN_ROWS - 1, 128), meta(2048, 128), False, "32 rows are not 33 to 256"),
-        (meta(MIN_GATED_ROWS - 1, 128), meta(2048, 128), True, "64 rows are not 65 to 256"),
-        (meta(MAX_ROWS + 1, 128), meta(2048, 128), False, "257 rows are not 33 to 256"),
+        (meta(MIN_ROWS - 1, 128), meta(2048, 128), False, "8 rows are not 9 to 256"),
+        (meta(MIN_ROWS - 1, 128), meta(2048, 128), True, "8 rows are not 9 to 256"),
+        (meta(MAX_ROWS + 1, 128), meta(2048, 128), True, "257 rows are not 9 to 256"),
         (meta(99, 96), meta(2048, 96), False, "96 terms are no multiple of 64"),
         (meta(99, 128), meta(1016, 128), False, "1016 rows of the matrix are fewer"),
         (meta(99, 128), meta(2052, 128), False, "2052 columns are no multiple of 8"),

@@ -14,7 +14,6 @@ from tests.kernels.gpu.test_hopper_linear import ROUNDING, TYPES, surrounded
 from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
-    MIN_GATED_ROWS,
     Variant,
     candidates,
     choose_variant,
@@ -27,12 +26,10 @@ from tiny_vllm.kernels.hopper_linear.decode_launch import (
 )
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
-from tiny_vllm.kernels.tiled_linear import tiled_linear
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (33, 64, 65, 100, 127, 128, 129, 192, 200, 256)
-GATED_ROWS = tuple(rows for rows in ROWS if rows >= MIN_GATED_ROWS)
+ROWS = (9, 17, 32, 33, 64, 65, 100, 127, 128, 129, 192, 200, 256)
 # N, K: QKV, output and down of Llama-3.2-1B, down of Llama-3.1-8B, and what fills no tile.
 SHAPES = ((3072, 2048), (2048, 2048), (2048, 8192), (4096, 14336), (1048, 448))
 GATED_SHAPES = ((8192, 2048), (14336, 4096), (1048, 448))
@@ -49,7 +46,7 @@ def compiled() -> None:
     kernels = {
         (dtype, choose_variant(rows, *shape, gated).kernel, gated)
         for dtype in TYPES
-        for gated, all_rows, shapes in ((False, ROWS, SHAPES), (True, GATED_ROWS, GATED_SHAPES))
+        for gated, all_rows, shapes in ((False, ROWS, SHAPES), (True, ROWS, GATED_SHAPES))
         for rows in all_rows
         for shape in shapes
     }
@@ -99,7 +96,7 @@ def test_parts_are_those_of_the_product_in_fp32(
 @pytest.mark.usefixtures("poisoned_results")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", GATED_SHAPES)
-@pytest.mark.parametrize("rows", GATED_ROWS)
+@pytest.mark.parametrize("rows", ROWS)
 def test_gated_products_are_those_of_fp32_rounded_once(
     device: torch.device, rows: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -158,10 +155,7 @@ def test_a_graph_of_overlapping_kernels_replays_it_on_new_values(device: torch.d
     def run(pdl: bool) -> Tensor:
         hidden_rows, normed = finish_rows(residual.float().unsqueeze(0), residual, norm, 1e-5)
         for _ in range(8):
-            if rows < MIN_GATED_ROWS:
-                activated = tiled_linear(normed, gate_up, gated=True, pdl=pdl)
-            else:
-                activated = gated_product(normed, gate_up, pdl)
+            activated = gated_product(normed, gate_up, pdl)
             assert activated is not None
             parts = split_product(activated, down, pdl)
             assert parts is not None

@@ -28,10 +28,9 @@ from tiny_vllm.kernels.hopper_linear.common import (
 from tiny_vllm.kernels.hopper_prefill.launch import WATCHDOG_SECONDS, is_hopper
 from tiny_vllm.kernels.triton_support import ceil_div
 
-# Rows it is for. With fewer, Triton's products read weights at nearly the full rate: gate and up of
-# Llama-3.2-1B with 64 rows take 18.8 us there, 21.7 here, the layer's others, with what follows, 25.5 and
-# 24.2; with 32 rows the latter 24.5 and 25.9. More were not measured.
-MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 33, 65, 256
+# Rows it is for. A layer of Llama-3.2-1B with 16 / 32 rows takes 41.7 / 42.4 us by Triton's products and 39.5
+# / 38.8 here, with what follows output and down; of Qwen3-0.6B with 32 rows 20.6 and 16.3.
+MIN_ROWS, MAX_ROWS = 9, 256
 # A matrix of fewer rows (a router) is not worth a cluster.
 MIN_WEIGHT_ROWS = 1024
 BLOCKS_AT_A_TIME = 132
@@ -41,18 +40,17 @@ WRITTEN_WIDTHS = (64, 128, 256)
 # Rows of W of a tile, and parts of K, that `choose_variant` considers.
 WIDTHS = (48, 64, 96, 128, 192)
 GATED_WIDTHS = (64, 96, 128, 192, 256)
-SPLITS = (1, 2, 3, 4, 6, 8)
+SPLITS = (1, 2, 3, 4)
 # Sums of a thread, by warpgroups: what all threads have of registers leaves room for no more.
 MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
 # For `estimate_cycles`, per cycle: products of a multiprocessor's tensor cores, bytes of its shared memory
 # and of what it gets from the L2 cache; bytes of W that all get from memory, bytes of parts written and read.
-# The first and the second are the hardware's. The others, the factor by which products take longer, and the
-# cycles of a block beside its steps are fitted to 900 cases of three models on an H200: what is then chosen
-# takes 1.3 % longer than the best on average, with the kernel that adds the parts of output and down.
+# The first and the second are the hardware's. The others, and the factor by which products take longer, are
+# fitted to 1,000 cases of three models on an H200: what is then chosen takes 1.3 % longer than the best on
+# average, at worst 10 %, with the kernel that adds the parts of output and down.
 PRODUCTS_PER_CYCLE, PRODUCTS_TAKE = 2048, 1.2
-SHARED_BYTES_PER_CYCLE, L2_BYTES_PER_CYCLE = 128, 44
-WEIGHT_BYTES_PER_CYCLE, PART_BYTES_PER_CYCLE = 2450, 600
-BLOCK_CYCLES = 200
+SHARED_BYTES_PER_CYCLE, L2_BYTES_PER_CYCLE = 128, 40
+WEIGHT_BYTES_PER_CYCLE, PART_BYTES_PER_CYCLE = 2600, 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +106,16 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_char * MAP_BYTES) for name in ("x_map", "weight_map")),
         ("y", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rows", "width", "steps", "splits", "column_tiles")),
-        ("padding", ctypes.c_char * 36),
+        *((name, ctypes.c_int) for name in ("rows", "width", "steps", "splits", "column_tiles", "x_rows")),
+        ("padding", ctypes.c_char * 32),
     )
 
 
 def obstacle(x: Tensor, weight: Tensor, *, gated: bool = False) -> str | None:
     """Why the kernel cannot or should not take x [M, K] and weight [N, K] (gated: [2N, K]), whatever the
     device; None if it can."""
-    min_rows = MIN_GATED_ROWS if gated else MIN_ROWS
-    if not min_rows <= x.shape[0] <= MAX_ROWS:
-        return f"{x.shape[0]} rows are not {min_rows} to {MAX_ROWS}"
+    if not MIN_ROWS <= x.shape[0] <= MAX_ROWS:
+        return f"{x.shape[0]} rows are not {MIN_ROWS} to {MAX_ROWS}"
     if weight.shape[0] < MIN_WEIGHT_ROWS:
         return f"{weight.shape[0]} rows of the matrix are fewer than {MIN_WEIGHT_ROWS}"
     if weight.shape[0] % (16 if gated else 8):
@@ -139,18 +136,18 @@ def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: 
         (variant.stage_bytes + read) / SHARED_BYTES_PER_CYCLE,
         (tile_rows + columns / variant.row_blocks) * TERMS * 2 / L2_BYTES_PER_CYCLE,
     )
-    block = ceil_div(terms // TERMS, variant.splits) * step + BLOCK_CYCLES
+    block = ceil_div(terms // TERMS, variant.splits) * step
     rounds = ceil_div(variant.count_blocks(width, gated), BLOCKS_AT_A_TIME)
     weight_bytes = width * (2 if gated else 1) * terms * 2
     part_bytes = ceil_div(rows, 64) * 64 * width * 4 * variant.splits
-    product = max(rounds * block, weight_bytes / WEIGHT_BYTES_PER_CYCLE + BLOCK_CYCLES)
+    product = max(rounds * block, weight_bytes / WEIGHT_BYTES_PER_CYCLE)
     return product + part_bytes / PART_BYTES_PER_CYCLE
 
 
 def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Variant]:
-    """Tiles that hold all rows, and, of an even number of warpgroups, pairs with half of them each."""
+    """Tiles that hold all rows, and, of four warpgroups, pairs with half of them each."""
     groups = ceil_div(rows, 64)
-    for row_blocks in (1, 2) if groups % 2 == 0 else (1,):
+    for row_blocks in (1, 2) if groups == 4 else (1,):
         warpgroups = groups // row_blocks
         for columns in GATED_WIDTHS if gated else WIDTHS:
             if columns // 2 > MOST_SUMS[warpgroups] or columns // (2 if gated else 1) % (8 * row_blocks):
@@ -164,11 +161,14 @@ def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Varia
 def choose_variant(rows: int, width: int, terms: int, gated: bool = False) -> Variant:
     """For x [rows, terms] and a result of `width` columns; the same for all that need as many warpgroups."""
 
-    def order(variant: Variant) -> tuple[float, int, int, int]:
-        # Where memory or tensor cores bind, estimates are equal. Of these the fastest had the fewest blocks,
-        # then the smallest tiles, then shared rows of W (gate and up of two models, 128 and 256 rows).
+    def order(variant: Variant) -> tuple[float, float, int, int, int]:
+        # Where memory or tensor cores bind, estimates are equal. Of these the fastest left the fewest
+        # multiprocessors without work, then had the fewest blocks, the smallest tiles, and shared rows of W
+        # (gate and up of two models, 64, 128 and 256 rows).
         cycles = estimate_cycles(variant, rows, width, terms, gated)
-        return cycles, variant.count_blocks(width, gated), variant.stage_bytes, -variant.row_blocks
+        blocks = variant.count_blocks(width, gated)
+        idle = 1 - blocks / (ceil_div(blocks, BLOCKS_AT_A_TIME) * BLOCKS_AT_A_TIME)
+        return cycles, idle, blocks, variant.stage_bytes, -variant.row_blocks
 
     return min(candidates(rows, width, terms, gated), key=order)
 
@@ -243,9 +243,10 @@ def make_params(
         steps=x.shape[1] // TERMS,
         splits=variant.splits,
         column_tiles=variant.count_column_tiles(width, gated),
+        x_rows=min(ceil_div(x.shape[0], 8) * 8, variant.rows),
     )
     weight_rows = variant.columns // (2 if gated else 1) // variant.row_blocks
-    boxes = (x, variant.rows), (weight, weight_rows)
+    boxes = (x, params.x_rows), (weight, weight_rows)
     set_maps(params, encode_matrices(encode, boxes))
     return params
 

@@ -9,8 +9,9 @@
 // of 96 and 64 of 48.
 //
 // One thread copies (TMA), 64 terms at a time, into a ring of STAGES. It fills the ring with W before it
-// waits for the preceding kernel, which writes x. Where one block alone has a row of W and memory is the
-// limit, W leaves the L2 cache first.
+// waits for the preceding kernel, which writes x. Of a tile that has fewer rows than ROWS, only these are
+// copied; what products make of the others is not stored. Where one block alone has a row of W, it leaves the
+// L2 cache first.
 //
 // What limits such tiles is how fast operands come, more than arithmetic. So x may be two tiles, whose
 // blocks, a CLUSTER, share rows of W: each copies half of them to both, and a stage is free when the
@@ -26,18 +27,20 @@ constexpr int COLUMNS = TILE_COLUMNS;
 constexpr int THREADS = (WARPGROUPS + 1) * 128;
 constexpr int HALF_COLUMNS = COLUMNS / HALVES;        // of a tile of y
 constexpr int WEIGHT_SHARE = HALF_COLUMNS / CLUSTER;  // what a block copies of W
-constexpr u32 X_BYTES = ROWS * TERMS * 2, STAGE_BYTES = X_BYTES + COLUMNS * TERMS * 2;
+constexpr u32 X_BYTES = ROWS * TERMS * 2, WEIGHT_BYTES = COLUMNS * TERMS * 2;
+constexpr u32 STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
 constexpr int GROUPS = HALF_COLUMNS / 8;
-constexpr bool STREAMS = CLUSTER == 1 && WARPGROUPS <= 2;
+constexpr bool STREAMS = CLUSTER == 1;
 static_assert(WEIGHT_SHARE % 8 == 0, "shares begin where the permutation does");
 static_assert(COLUMNS % (8 * HALVES) == 0 && COLUMNS <= 256, "columns of a product");
 
 struct alignas(64) Params {
-  TensorMap x, weight;  // boxes of 64 columns, ROWS and WEIGHT_SHARE rows
+  TensorMap x, weight;  // boxes of 64 columns, x_rows and WEIGHT_SHARE rows
   void* y;              // parts or y
   int rows, width;      // M, N
   int steps, splits;    // K / 64; into so many it is split
   int column_tiles;     // clusters side by side
+  int x_rows;           // that are copied, a multiple of 8
 };
 
 // Where things lie in shared memory.
@@ -77,6 +80,7 @@ struct Producer {
 
   DEV void copy_weight(int step, int stage) const {
     const u32 full = shared.full(stage);
+    arrive_expecting(full, p.x_rows * TERMS * 2 + WEIGHT_BYTES);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const u32 target = shared.weight(stage) + (half * HALF_COLUMNS + work.rank * WEIGHT_SHARE) * TERMS * 2;
@@ -95,16 +99,12 @@ struct Producer {
 
   DEV void produce() const {
     const int first = min(work.count, STAGES);
-    for (int step = 0; step < first; ++step) {
-      arrive_expecting(shared.full(step), STAGE_BYTES);
-      copy_weight(step, step);
-    }
+    for (int step = 0; step < first; ++step) copy_weight(step, step);
     wait_for_predecessor();
     for (int step = 0; step < first; ++step) copy_x(step, step);
     Place place;
     for (int step = STAGES; step < work.count; ++step, place.advance()) {
       wait(shared.empty(place.stage), place.parity);
-      arrive_expecting(shared.full(place.stage), STAGE_BYTES);
       copy_weight(step, place.stage);
       copy_x(step, place.stage);
     }
