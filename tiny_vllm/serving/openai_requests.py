@@ -181,9 +181,13 @@ class RequestMaker:
         body: CompletionBody | EmbeddingBody | TokenizeBody,
         context_len: int | None = None,
     ) -> list[int]:
-        """Those of a client's are as they came: the builder looks at each."""
+        """Of a client's own, the builder looks whether the model has them."""
         if not isinstance(prompt, str):
-            return whole_numbers(prompt)
+            token_ids = whole_numbers(prompt)
+            if not set(map(type, token_ids)) <= {int}:
+                wrong = next(item for item in token_ids if type(item) is not int)
+                raise RequestError(f"the prompt contains {shown(wrong)}, which is not a token id")
+            return token_ids
         return self._need_tokenizer(f"send {body.PROMPT_NAME} as a list of token ids").encode(
             prompt,
             add_special_tokens=body.add_special_tokens is not False,
