@@ -179,9 +179,9 @@ def test_there_is_no_module_level_state(module: str) -> None:
     assert not changed, f"{module} changes {changed} after import"
 
 
-def calls(tree: ast.Module, name: str) -> Iterator[ast.Call]:
+def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             yield node
 
 
@@ -189,7 +189,7 @@ def calls(tree: ast.Module, name: str) -> Iterator[ast.Call]:
     "module", [name for name in SOURCES if part_of(name) in ("models", "weights", "text")]
 )
 def test_every_refusal_of_a_model_has_a_hint(module: str) -> None:
-    for call in calls(TREES[module], "ModelError"):
+    for call in calls(TREES[module], {"ModelError", "ConfigError"}):
         given = {keyword.arg for keyword in call.keywords}
         assert "hint" in given, f"{module} line {call.lineno}: say what a user can do"
 

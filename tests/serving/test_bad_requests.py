@@ -127,11 +127,11 @@ NO_TYPES_OF_PYTHON: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [1, {"a": None}]}, "the prompt contains an object"),
     (COMPLETIONS, {"prompt": [[1], [1, [None]]]}, "prompt[1] contains a list"),
     ("/v1/embeddings", {"input": [None]}, "the prompt contains null"),
-    (COMPLETIONS, {"prompt": [5], "logit_bias": True}, "logit_bias: Input should be an object, not true"),
-    (COMPLETIONS, {"prompt": [5], "logit_bias": [None]}, "logit_bias: Input should be an object, not a list"),
-    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": None}}, "logit_bias: entry 5 is null, but must be a"),
-    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": {"a": None}}}, "logit_bias: entry 5 is an object"),
-    (COMPLETIONS, {"prompt": [5], "logit_bias": {"\x1b" * 99: False}}, r"logit_bias: entry \x1b\x1b"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": True}, "logit_bias is true, but must map"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": [None]}, "logit_bias is a list, but must map"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": None}}, "logit_bias[5] is null, but must be a number"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": {"a": None}}}, "logit_bias[5] is an object"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"\x1b" * 99: False}}, r"logit_bias[\x1b\x1b"),
 ]
 
 

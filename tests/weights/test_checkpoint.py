@@ -535,7 +535,7 @@ def test_ids_beyond_the_vocabulary_end_no_text_and_are_told(directory: Path) -> 
     checkpoint = opened(directory)
     assert checkpoint.eos_remark == (
         "384, 1000000000 are beyond the model's ids (0 to 383), so no text ends with them: "
-        "only max_tokens and stop strings end one"
+        "only max_tokens and a request's own stops end one"
     )
     assert not checkpoint.can_end
 

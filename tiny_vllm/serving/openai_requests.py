@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import RequestError, printable
 from tiny_vllm.serving.errors import ApiError, shown
 from tiny_vllm.serving.schemas import (
     ChatBody,
@@ -159,6 +159,7 @@ class RequestMaker:
 
     def _sampling_options(self, body: GenerationBody) -> dict[str, Any]:
         options = {**self.sampling_defaults, **body.sampling_options()}
+        _check_bias(body.logit_bias)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if body.stream and body.prompt_logprobs is not None:
@@ -272,6 +273,17 @@ def _renaming(names: Mapping[str, str]) -> Iterator[None]:
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:
     """The same, with the prompt as the client wrote it."""
     return PreparedRequest(prepared.request, prompt if isinstance(prompt, str) else None)
+
+
+def _check_bias(bias: Any) -> None:
+    """Raises RequestError for wrong types, in the words of JSON. SamplingParams looks at the rest."""
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers")
+    for token_id, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"logit_bias[{printable(token_id)}] is {shown(value)}, but must be a number")
 
 
 def _check_lists(request: Request, num_prompts: int) -> None:

@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tiny_vllm.errors import printable
-from tiny_vllm.serving.errors import schema_error, shown
+from tiny_vllm.serving.errors import schema_error
 from tiny_vllm.serving.parameters import check_unsupported
 from tiny_vllm.text.chat_template import ROLE
 from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY
@@ -49,19 +48,6 @@ def text_or_texts(value: Any) -> Any:
     return value
 
 
-def bias(value: Any) -> Any:
-    """Raises one error for the first of many entries. Keys and numbers are looked at by SamplingParams."""
-    if value is None:
-        return value
-    if not isinstance(value, dict):
-        raise PydanticCustomError("bias", "Input should be an object")
-    for key, entry in value.items():
-        if isinstance(entry, bool) or not isinstance(entry, int | float):
-            found = {"key": printable(key), "entry": shown(entry)}
-            raise PydanticCustomError("bias", "entry {key} is {entry}, but must be a number", found)
-    return value
-
-
 Integer = Annotated[int, BeforeValidator(whole)]
 # One fault is enough: a million wrong entries must not become a million error objects.
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -69,7 +55,7 @@ Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(whole_numbers)
 
 # Their schemas are of this server's limits: see openapi.
 PromptField = Annotated[Any, WithJsonSchema({})]
-BiasField = Annotated[Any, BeforeValidator(bias), WithJsonSchema({})]
+BiasField = Annotated[Any, WithJsonSchema({})]
 MessagesField = Annotated[
     Any,
     WithJsonSchema(

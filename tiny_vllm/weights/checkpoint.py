@@ -77,7 +77,7 @@ class Checkpoint:
             f"{printable(', '.join(map(str, beyond)))} {verb} beyond the model's ids "
             f"(0 to {self.spec.vocab_size - 1}), so no text ends with {pronoun}"
         )
-        return remark if self.can_end else f"{remark}: only max_tokens and stop strings end one"
+        return remark if self.can_end else f"{remark}: only max_tokens and a request's own stops end one"
 
     def _has(self, token_id: int) -> bool:
         return 0 <= token_id < self.spec.vocab_size
