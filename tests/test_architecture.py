@@ -179,6 +179,32 @@ def test_there_is_no_module_level_state(module: str) -> None:
     assert not changed, f"{module} changes {changed} after import"
 
 
+def calls(tree: ast.Module, names: set[str]) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            yield node
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in SOURCES if part_of(name) in ("models", "weights", "text")]
+)
+def test_every_refusal_of_a_model_has_a_hint(module: str) -> None:
+    for call in calls(TREES[module], {"ModelError", "ConfigError"}):
+        given = {keyword.arg for keyword in call.keywords}
+        assert "hint" in given, f"{module} line {call.lineno}: say what a user can do"
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in SOURCES if part_of(name) in ("models", "weights", "text")]
+)
+def test_values_in_messages_are_marked_where_they_are_cut(module: str) -> None:
+    """By `shown` and `printable` of tiny_vllm/errors.py: a format marks no cut."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FormattedValue):
+            spec = "" if node.format_spec is None else ast.unparse(node.format_spec)
+            assert node.conversion == -1 and "." not in spec, f"{module} line {node.lineno}: use shown"
+
+
 def test_public_names_are_complete_and_importable() -> None:
     import tiny_vllm
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import ConfigError, shown
 from tiny_vllm.types import Pooling
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -144,7 +144,7 @@ class EngineConfig:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else "known options: " + ", ".join(known)
-                raise ConfigError(f"unknown engine option {name!r}", hint=hint)
+                raise ConfigError(f"unknown engine option {shown(name)}", hint=hint)
         return cls(**options)
 
 
@@ -155,11 +155,11 @@ def check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, 
         return
     if kind.choices:
         if value not in kind.choices:
-            raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(kind.choices)}")
+            raise ConfigError(f"{name} is {shown(value)}, but must be one of {', '.join(kind.choices)}")
         return
     accepted = (int, float) if kind.type is float else kind.type
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind.type is not bool):
-        raise ConfigError(f"{name} is {value!r}, but must be of type {kind.type.__name__}")
+        raise ConfigError(f"{name} is {shown(value)}, but must be of type {kind.type.__name__}")
     if isinstance(value, int | float) and kind.type is not bool:
         _check_range(
             name, value, metadata["low"], MAX_NUMBER if metadata["high"] is None else metadata["high"]

@@ -15,6 +15,21 @@ A message names what was wrong, the value, the limit, and ends with a hint.
 from __future__ import annotations
 
 MAX_SHOWN_LEN = 80
+MAX_REASON_LEN = 500
+"""Of what a library, or the template of a model, says."""
+
+UNREADABLE = "check its permissions and the disk"
+"""The hint for a file that cannot be read."""
+
+JSON_TYPES = {
+    "NoneType": "null",
+    "bool": "boolean",
+    "int": "number",
+    "float": "number",
+    "str": "string",
+    "list": "list",
+    "dict": "object",
+}
 
 
 class TinyVLLMError(Exception):
@@ -69,3 +84,16 @@ def shown(value: object) -> str:
     except ValueError:  # it holds such an integer
         return f"a {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN_LEN else f"{text[:MAX_SHOWN_LEN]} ..."
+
+
+def printable(text: str, max_len: int = MAX_SHOWN_LEN) -> str:
+    """Text from outside, such as a name in a file, as a message shows it without quotes: bounded, marked
+    where it is cut, and with control characters written out, so that no terminal obeys them."""
+    kept = text if len(text) <= max_len else f"{text[:max_len]} ..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
+
+
+def json_type(value: object) -> str:
+    """The type of a value in the words of JSON; Python's name for what JSON does not have."""
+    name = type(value).__name__
+    return JSON_TYPES.get(name, name)

@@ -231,6 +231,21 @@ def shown_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {line[2:33].strip(): line[34:] for line in section.splitlines()}
 
 
+def test_ids_that_the_model_does_not_have_are_told(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["info", str(checkpoint), "--num-pages", "9", "--load-format", "dummy"]
+    assert main(command) == 0
+    assert "end of text" not in shown_rows(capsys)
+    edit_json(checkpoint / "config.json", eos_token_id=384)
+    assert main(command) == 0
+    assert shown_rows(capsys)["end of text"].startswith("384 is beyond the model's ids (0 to 383)")
+    edit_json(checkpoint / "config.json", vocab_size=300, eos_token_id=None)
+    assert main(command) == 0
+    rows = shown_rows(capsys)
+    assert rows["tokenizer"] == "320 ids, more than the model's 300: prompts with the others are refused"
+
+
 def test_the_tokenizer_and_its_template_are_shown(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.tiny_models import make_tiny_llama, save_tiny_llama
+from tests.helpers.tiny_models import edit_json, make_tiny_llama, save_tiny_llama
 from tiny_vllm.cli.main import main
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine import build
@@ -239,3 +240,20 @@ def test_a_pool_that_the_system_refuses_is_one_error_on_the_command_line(
     assert message.startswith("error: memory ran out while the engine was built: the weights take 0.00 GiB, ")
     assert "can't allocate memory: you tried to allocate" in message
     assert hint == ("hint: lower --num-pages, --max-model-len or --max-num-batched-tokens, or free memory")
+
+
+def test_a_model_that_can_end_no_text_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = save_tiny_llama(tmp_path / "tiny", make_tiny_llama(), tokenizer=False)
+
+    def warnings() -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tiny_vllm"):
+            build.build_engine(build.plan_engine(EngineConfig(model=str(directory), num_pages=9)))
+        return caplog.messages
+
+    edit_json(directory / "config.json", eos_token_id=10**6)
+    edit_json(directory / "generation_config.json", eos_token_id=[10**7, 1])
+    assert warnings() == []
+    edit_json(directory / "generation_config.json", eos_token_id=None)
+    (warning,) = warnings()
+    assert warning.startswith(f"{directory.name}: 1000000 is beyond the model's ids (0 to 383)")

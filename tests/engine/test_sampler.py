@@ -296,7 +296,7 @@ def test_ending_tokens_and_bad_words_outside_the_vocabulary_are_harmless() -> No
         params=SamplingParams(min_tokens=2, bad_words=["x"]),
         seed=1,
         prompt_token_ids=(1,),
-        ending_token_ids=(VOCAB, 10**6),
+        ending_token_ids=(VOCAB, 10**6, -1),
         bad_words_token_ids=((VOCAB,), (3, VOCAB + 1)),
     )
     sampler = Sampler(1, VOCAB, "cpu")

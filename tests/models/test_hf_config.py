@@ -227,8 +227,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     "size no tensor has": ({"vocab_size": 2**31}, "vocab_size is 2147483648, but must be at most 2147483647"),
     "more layers than can be": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but must be at"),
-    "head size beyond floats": ({"head_dim": 10**400}, "head_dim is 1000"),
-    "number beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+    "head size beyond floats": ({"head_dim": 10**400}, "head_dim is an integer of 1329 bits"),
+    "number beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps is an integer of 1329 bits"),
     "number beyond FP32": ({"rope_scaling": {**YARN, "beta_fast": 1e308}}, "beta_fast is 1e\\+308"),
     "number below FP32": ({"rope_scaling": {**YARN, "beta_slow": 5e-324}}, "beta_slow is 5e-324"),
     "context beyond integers": (

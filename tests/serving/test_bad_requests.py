@@ -111,6 +111,53 @@ def test_a_number_with_many_digits_is_told_whole_or_not_at_all(
     assert {len(digits) for digits in re.findall(r"10{20,}", message)} <= {61}
 
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NO_TYPES_OF_PYTHON: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": None}, "messages is of type null"),
+    (CHAT, {"messages": {}}, "messages is of type object"),
+    (CHAT, {"messages": [None]}, "messages[0] is of type null"),
+    (CHAT, {"messages": [True]}, "messages[0] is of type boolean"),
+    (CHAT, {"messages": [{"role": {"a": None}, "content": "x"}]}, "messages[0] has a role of type object"),
+    (CHAT, {"messages": [{"role": "user", "content": {}}]}, "messages[0].content is of type object"),
+    (CHAT, {"messages": [{"role": "user", "content": [None]}]}, "holds something of type null"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": True}]}]}, "a part of type boolean"),
+    ("/tokenize", {"messages": [5]}, "messages[0] is of type number"),
+    (COMPLETIONS, {"prompt": [1, None]}, "the prompt contains null"),
+    (COMPLETIONS, {"prompt": [1, True]}, "the prompt contains true"),
+    (COMPLETIONS, {"prompt": [1, {"a": None}]}, "the prompt contains an object"),
+    (COMPLETIONS, {"prompt": [[1], [1, [None]]]}, "prompt[1] contains a list"),
+    ("/v1/embeddings", {"input": [None]}, "the prompt contains null"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": True}, "logit_bias is true, but must map"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": [None]}, "logit_bias is a list, but must map"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": None}}, "logit_bias[5] is null, but must be a number"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": {"a": None}}}, "logit_bias[5] is an object"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"\x1b" * 99: False}}, r"logit_bias[\x1b\x1b"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), NO_TYPES_OF_PYTHON)
+def test_wrong_values_and_types_are_told_in_words_of_json(
+    server: RunningServer, path: str, body: dict[str, Any], message: str
+) -> None:
+    answer = server.post(path, body)
+    assert answer.status == 400 and message in answer.error["message"]
+    assert not re.search(r"NoneType|dict|\b(str|int|float|bool|None|True|False)\b", answer.error["message"])
+    name = next(name for name in ("messages", "logit_bias", "input", "prompt") if name in body)
+    assert answer.error["param"] == name
+
+
+def test_what_is_cut_of_a_clients_words_says_so(server: RunningServer) -> None:
+    long, cut = "x" * 1000, f"{'x' * 40}"
+    answers = [
+        server.post(COMPLETIONS, {"prompt": [5], "model": long}),
+        server.post(COMPLETIONS, {"prompt": [5], long: 1}),
+        server.post(COMPLETIONS, b"{}", headers={"content-type": long}),
+        server.get(f"/{long}"),
+    ]
+    for answer in answers:
+        assert re.search(f"{cut}+ \\.\\.\\.", answer.error["message"])
+
+
 @pytest.mark.parametrize("key", ["-1", "99999999999999999999", "-99999999999999999999", "9" * 77])
 def test_a_token_id_out_of_range_is_an_integer_all_the_same(server: RunningServer, key: str) -> None:
     error = server.complete([5], logit_bias={key: 1}).error

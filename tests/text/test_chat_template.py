@@ -55,20 +55,52 @@ def test_the_templates_own_words_reach_the_client() -> None:
         (5, "must be a list"),
         (USER, "must be a list"),
         ([], "messages is empty"),
-        (["hi"], r"messages\[0\] is of type str"),
+        (["hi"], r"messages\[0\] is of type string, but must be an object"),
+        ([None], r"messages\[0\] is of type null"),
         ([{"content": "hi"}], r"messages\[0\] has no role"),
         ([USER, {}], r"messages\[1\] has no role"),
-        ([{"role": 3, "content": "hi"}], r"messages\[0\] has role 3"),
+        ([{"role": 3, "content": "hi"}], r"messages\[0\] has a role of type number, but must have a string"),
+        ([{"role": "", "content": "hi"}], r"messages\[0\] has role '', but needs one"),
         ([USER, {"role": "user"}], r"messages\[1\] has no content"),
-        ([{"role": "user", "content": 5}], r"messages\[0\]\.content is of type int"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content is of type number"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of type 'image_url'"),
-        ([{"role": "user", "content": ["hi"]}], "part of type 'str'"),
+        ([{"role": "user", "content": [{"type": {"a": None}}]}], "part of type object"),
+        ([{"role": "user", "content": [{}]}], "a part without a type"),
+        ([{"role": "user", "content": ["hi"]}], "holds something of type string"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text part without text"),
     ],
 )
 def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         template(PLAIN).render(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 'a' + messages[0].x }}", "can only concatenate string"),
+        ("{{ messages[0].tool_calls[0] + 'a' }}", "for +: 'object' and 'string'"),
+        ("{% for x in messages[0].content %}{% endfor %}", "'null' object is not iterable"),
+        ("{{ messages[0].tool_calls[0].a.b }}", "'object' has no attribute 'a'"),
+        ("{{ messages[0].content.a.b }}", "'null' has no attribute 'a'"),
+    ],
+)
+def test_what_a_template_trips_over_is_told_in_words_of_json(source: str, message: str) -> None:
+    call = {"role": "user", "content": None, "x": 5, "tool_calls": [{}]}
+    with pytest.raises(RequestError, match=re.escape(message)) as error:
+        template(source + "{# tool_calls #}").render([call])
+    assert not re.search(r"NoneType|dict|\bstr\b|\bint\b|None", error.value.message)
+
+
+def test_a_templates_own_words_reach_no_terminal_as_they_are() -> None:
+    for source in (
+        "{{ raise_exception('\x1b[2J\n' ~ 'x' * 10000) }}",
+        "{% \x1b[2J %}",
+        "{{ '\x1b[2J' + 5 }}",
+    ):
+        with pytest.raises(RequestError) as error:
+            template(source).render([USER])
+        assert error.value.message.isprintable() and len(error.value.message) < 1000
 
 
 def test_text_parts_are_joined_for_templates_of_plain_text() -> None:
@@ -102,7 +134,7 @@ def test_tools_choose_their_own_template() -> None:
     both = template("plain", tool_source="with {{ tools | length }} tool")
     assert both.render([USER]) == "plain"
     assert both.render([USER], tools=[{}]) == "with 1 tool"
-    with pytest.raises(RequestError, match="tools is of type str"):
+    with pytest.raises(RequestError, match="tools is of type string"):
         both.render([USER], tools="add")  # type: ignore[arg-type]
 
 

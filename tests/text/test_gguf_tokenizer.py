@@ -172,3 +172,10 @@ def test_damaged_vocabularies_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         tokenizer_from_gguf(replace(byte_level_vocabulary, **change))
+
+
+@pytest.mark.parametrize("pad", [-1, 2**32 - 1])
+def test_a_padding_token_that_is_none_is_passed_over(byte_level_vocabulary: GGUFVocabulary, pad: int) -> None:
+    """Files of models with a pad_token_id of -1 hold it so; nothing is padded here."""
+    tokenizer = tokenizer_from_gguf(replace(byte_level_vocabulary, pad_token_id=pad))
+    assert "pad_token" not in tokenizer.special_tokens

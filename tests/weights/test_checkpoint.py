@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from tests.helpers.tiny_models import (
     BOS_ID,
     EOS_ID,
     TURN_END_ID,
+    VOCAB_SIZE,
     edit_json,
     make_tiny_llama,
     save_tiny_llama,
@@ -346,7 +348,7 @@ def test_a_file_name_longer_than_any_file_has_is_missing(shards: Path) -> None:
     index = json.loads((shards / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = "n" * 5000
     (shards / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"weight files are missing: n{80}\n") as refusal:
+    with pytest.raises(ModelError, match=r"weight files are missing: n{80} \.\.\.\n") as refusal:
         open_checkpoint(str(shards))
     assert len(refusal.value.message) < 500
 
@@ -425,3 +427,122 @@ def test_tied_heads(kind: str, tmp_path: Path) -> None:
     weights = load_weights(opened(directory), dtype=torch.float32, device="cpu")
     assert weights.lm_head is weights.embedding
     assert torch.equal(weights.embedding, model.model.embed_tokens.weight)
+
+
+EVIL = "\x1b[2J\x9b" + "x" * 1000
+SHOWN = r"\x1b[2J\x9bx"
+CUT = re.compile(r"x{50,} \.\.\.")
+
+
+def spoil_config(**changes: Any) -> Any:
+    return lambda directory: edit_json(directory / "config.json", **changes)
+
+
+def spoil_tensor_names(directory: Path) -> None:
+    rewrite(directory / "model.safetensors", lambda tensors: tensors.update({EVIL: torch.ones(1)}))
+
+
+def spoil_tokenizer(**changes: Any) -> Any:
+    return lambda directory: edit_json(directory / "tokenizer_config.json", **changes)
+
+
+def spoil_tokenizer_alone(**changes: Any) -> Any:
+    """Where nobody looks for the ids of BOS and EOS."""
+    return spoil_tokenizer(eos_token=None, bos_token=None, **changes)
+
+
+def spoil_index(weight_map: dict[str, str]) -> Any:
+    return lambda directory: void((directory / INDEX).write_text(json.dumps({"weight_map": weight_map})))
+
+
+def void(_: object) -> None:
+    pass
+
+
+SPOILT: dict[str, Any] = {
+    "architecture": spoil_config(architectures=[EVIL]),
+    "model type": spoil_config(architectures=None, model_type=EVIL),
+    "text part": spoil_config(
+        architectures=["Gemma3ForConditionalGeneration"], text_config={"model_type": EVIL}
+    ),
+    "activation": spoil_config(hidden_act=EVIL),
+    "quantisation": spoil_config(quantization_config={"quant_method": EVIL}),
+    "dtype": spoil_config(dtype=EVIL),
+    "integer": spoil_config(num_hidden_layers=EVIL),
+    "neutral key": spoil_config(pretraining_tp=EVIL),
+    "rope type": spoil_config(rope_parameters={"rope_type": EVIL}),
+    "rope": spoil_config(rope_parameters=EVIL),
+    "rope by layer type": spoil_config(rope_parameters={EVIL: {}}),
+    "token id": spoil_config(eos_token_id=EVIL),
+    "recommended": lambda directory: edit_json(directory / "generation_config.json", top_p=EVIL),
+    "tensor": spoil_tensor_names,
+    "file in the index": spoil_index({"lm_head.weight": EVIL}),
+    "file outside": spoil_index({"lm_head.weight": f"../{EVIL}"}),
+    "tensor in the index": spoil_index({EVIL: "model.safetensors"}),
+    "special tokens": spoil_tokenizer(additional_special_tokens=EVIL),
+    "added tokens": spoil_tokenizer_alone(added_tokens_decoder=[EVIL]),
+    "key of an added token": spoil_tokenizer_alone(added_tokens_decoder={EVIL: {}}),
+    "added token": spoil_tokenizer_alone(added_tokens_decoder={"5": EVIL}),
+    "added tokens beside EOS": spoil_tokenizer(added_tokens_decoder=[EVIL]),
+    "id of an added token": spoil_tokenizer(added_tokens_decoder={"5000": {"content": EVIL}}),
+    "token that is no text": spoil_tokenizer(eos_token=f"\ud800{EVIL}"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_text_of_a_checkpoint_reaches_no_terminal_as_it_is(name: str, directory: Path) -> None:
+    SPOILT[name](directory)
+    with pytest.raises(ModelError) as error:
+        checkpoint = open_checkpoint(str(directory))
+        checkpoint.load_tokenizer()
+        checkpoint.sampling_defaults("auto")
+    message, hint = error.value.message, error.value.hint
+    assert message.isprintable() and SHOWN in message
+    assert CUT.search(message) and len(message) < 1000
+    assert hint
+
+
+def test_text_of_a_gguf_file_reaches_no_terminal_as_it_is(tmp_path: Path) -> None:
+    model = make_tiny_llama()
+    for metadata, tensors in (
+        ({"general.architecture": EVIL}, {}),
+        ({"llama.rope.scaling.type": EVIL, "llama.rope.scaling.factor": 2.0}, {}),
+        ({"llama.context_length": EVIL}, {}),
+        ({"general.alignment": EVIL}, {}),
+        ({"tokenizer.ggml.model": EVIL}, {}),
+        ({"tokenizer.ggml.pre": EVIL}, {}),
+        ({"tokenizer.ggml.merges": [EVIL]}, {}),
+        ({"tokenizer.ggml.tokens": [EVIL, EVIL, "a", "b"]}, {}),
+        ({}, {EVIL[:60]: np.ones(4, dtype=np.float32)}),
+    ):
+        write_tiny_gguf(tmp_path / "tiny.gguf", model, metadata=metadata, extra_tensors=tensors)
+        with pytest.raises(ModelError) as error:
+            open_checkpoint(str(tmp_path / "tiny.gguf")).load_tokenizer()
+        assert error.value.message.isprintable() and SHOWN in error.value.message
+        assert error.value.hint
+        assert tensors or CUT.search(error.value.message)
+
+
+def test_ids_beyond_the_vocabulary_end_no_text_and_are_told(directory: Path) -> None:
+    assert opened(directory).eos_remark is None
+    edit_json(directory / "config.json", eos_token_id=[VOCAB_SIZE, VOCAB_SIZE - 1])
+    checkpoint = opened(directory)
+    assert checkpoint.eos_remark == "384 is beyond the model's ids (0 to 383), so no text ends with it"
+    assert checkpoint.can_end
+    edit_json(directory / "config.json", eos_token_id=[VOCAB_SIZE, 10**9])
+    edit_json(directory / "generation_config.json", eos_token_id=None)
+    edit_json(directory / "tokenizer_config.json", eos_token=None)
+    checkpoint = opened(directory)
+    assert checkpoint.eos_remark == (
+        "384, 1000000000 are beyond the model's ids (0 to 383), so no text ends with them: "
+        "only max_tokens and a request's own stops end one"
+    )
+    assert not checkpoint.can_end
+
+
+def test_a_negative_id_in_a_gguf_file_is_beyond_the_vocabulary_too(single: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, make_tiny_llama(), metadata={"tokenizer.ggml.eom_token_id": -1})
+    checkpoint = opened(path)
+    assert checkpoint.eos_token_ids == (1, -1)
+    assert checkpoint.eos_remark == "-1 is beyond the model's ids (0 to 383), so no text ends with it"

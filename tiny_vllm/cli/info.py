@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
         return EXIT_REFUSED
     _show_machine(plan.config.device)
-    _section("model", [*_model_rows(plan.checkpoint), *_text_rows(tokenizer)])
+    _section("model", [*_model_rows(plan.checkpoint), *_text_rows(plan.checkpoint, tokenizer)])
     _show_plan(plan, plan.config, [sampling])
     return 0
 
@@ -129,9 +129,9 @@ def _show_refused(config: EngineConfig) -> None:
         sampling = _known(partial(checkpoint.choose_sampling_defaults, config.generation_config))
         text_rows: list[tuple[str, object]] = []
         if checkpoint.tokenizer is None and readable.tokenizer == config.tokenizer:
-            text_rows = [*_text_rows(None)]
+            text_rows = [*_text_rows(checkpoint, None)]
         elif (tokenizer := _known(checkpoint.load_tokenizer)) is not None:
-            text_rows = [*_text_rows(tokenizer)]
+            text_rows = [*_text_rows(checkpoint, tokenizer)]
         _section("model", [*_model_rows(checkpoint), *text_rows])
         plan = _known(partial(plan_checkpoint, readable, checkpoint))
         if plan is None:
@@ -210,11 +210,15 @@ def _spec_rows(spec: ModelSpec) -> Iterator[tuple[str, object]]:
         yield field.name, f"{value:g}" if isinstance(value, float) else value
 
 
-def _text_rows(tokenizer: Tokenizer | None) -> Iterator[tuple[str, object]]:
+def _text_rows(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Iterator[tuple[str, object]]:
+    if checkpoint.eos_remark is not None:
+        yield "end of text", checkpoint.eos_remark
     if tokenizer is None:
         yield "tokenizer", "none: prompts are token ids"
         return
-    yield "tokenizer", f"{tokenizer.vocab_size:,} ids"
+    size, known = tokenizer.vocab_size, checkpoint.spec.vocab_size
+    more = f", more than the model's {known:,}: prompts with the others are refused" if size > known else ""
+    yield "tokenizer", f"{size:,} ids{more}"
     template = "none: no conversations"
     if tokenizer.chat_template is not None:
         try:

@@ -294,6 +294,8 @@ def _build(plan: EnginePlan, progress: Callable[[int, int], None] | None) -> Eng
     config, checkpoint = plan.config, plan.checkpoint
     for choice in plan.choices:
         logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
+    if checkpoint.eos_remark is not None and not checkpoint.can_end:
+        logger.warning("%s: %s", checkpoint.name, checkpoint.eos_remark)
     assert config.num_pages and config.max_num_seqs and config.max_model_len
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)

@@ -33,7 +33,7 @@ class TokenConstraints:
         """Can be applied once the upload has arrived."""
 
         def send(token_ids: Sequence[int]) -> Arriving | None:
-            distinct = sorted({token for token in token_ids if token < vocab_size})
+            distinct = sorted({token for token in token_ids if 0 <= token < vocab_size})
             return upload.integers(distinct) if distinct else None
 
         self._num_drawn = len(output_token_ids)

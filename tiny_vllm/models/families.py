@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiny_vllm.errors import ModelError
-from tiny_vllm.models.fields import MOST_PARTS, Fields
+from tiny_vllm.models.fields import MOST_PARTS, REPAIR, Fields
 from tiny_vllm.models.rope_parameters import FULL, SLIDING
 from tiny_vllm.models.spec import ExpertsSpec
 
@@ -105,7 +105,7 @@ def windows_by_type(
             raise fields.error("layer_types", types, f"{num_layers} times {FULL} or {SLIDING}")
         layers = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
         if layers and window is None:
-            raise ModelError("layer_types has sliding layers, but sliding_window is not set")
+            raise ModelError("layer_types has sliding layers, but sliding_window is not set", hint=REPAIR)
         return (window, layers) if layers else (None, ())
 
     return read

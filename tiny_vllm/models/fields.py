@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, shown
 
 _REQUIRED: Any = object()
+
+REPAIR = "correct the configuration, or download the model again"
+"""The hint where a configuration says what cannot be."""
+
+OTHER_VARIANT = "use another variant of the model: this one computes what is not built here"
+"""The hint where it says what may be, but is not supported."""
 
 LARGEST = 2**31 - 1
 """What an integer may be: no size of a model comes near it, and sums and products of such stay exact."""
@@ -98,7 +104,9 @@ class Fields:
         return tuple(value)
 
     def error(self, name: str, value: object, expected: str) -> ModelError:
-        return ModelError(f"{self._of}{self._prefix}{name} is {value!r:.80}, but must be {expected}")
+        return ModelError(
+            f"{self._of}{self._prefix}{name} is {shown(value)}, but must be {expected}", hint=REPAIR
+        )
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(self._prefix + name)
@@ -109,5 +117,5 @@ class Fields:
         if default is not _REQUIRED:
             return default
         if name not in self._defaults:
-            raise ModelError(f"{self._of}{self._prefix}{name} is missing")
+            raise ModelError(f"{self._of}{self._prefix}{name} is missing", hint=REPAIR)
         return self._defaults[name]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, shown
 from tiny_vllm.models.families import FAMILIES, Windows
-from tiny_vllm.models.fields import MOST_PARTS, Fields
+from tiny_vllm.models.fields import MOST_PARTS, OTHER_VARIANT, Fields
 from tiny_vllm.models.rope_parameters import read_rope
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tiny_vllm.models.spec_check import checked, divide
@@ -154,7 +154,8 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelError(
-            f"GGUF architecture {name!r:.80} is not supported", hint=f"supported: {', '.join(ARCHITECTURES)}"
+            f"GGUF architecture {shown(name)} is not supported",
+            hint=f"supported: {', '.join(ARCHITECTURES)}",
         )
     return ARCHITECTURES[name]
 
@@ -186,7 +187,8 @@ def spec_from_gguf(
     if value_dim != head_dim:
         raise ModelError(
             f"GGUF metadata: {name}.attention.value_length is {value_dim}, "
-            f"but only {head_dim} (head size) works"
+            f"but only {head_dim} (head size) works",
+            hint=OTHER_VARIANT,
         )
     rope, context = _rope(fields, row, head_dim, rope_tensors or RopeTensors())
     embedding = tensor_shapes.get("token_embd.weight")
@@ -232,7 +234,10 @@ def _refuse_unsupported(fields: Fields, row: Architecture) -> None:
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.get(key)
         if key not in used and value is not None and value not in neutral:
-            raise ModelError(f"GGUF metadata: {fields.key(key)} is {value!r:.80}, which is not supported")
+            raise ModelError(
+                f"GGUF metadata: {fields.key(key)} is {shown(value)}, which is not supported",
+                hint=OTHER_VARIANT,
+            )
 
 
 def _experts(fields: Fields, row: Architecture) -> ExpertsSpec | None:
@@ -284,7 +289,8 @@ def _rope(fields: Fields, row: Architecture, head_dim: int, tensors: RopeTensors
     if rotary_dim != head_dim and not family.has_partial_rope:
         raise ModelError(
             f"GGUF metadata: {fields.key('rope.dimension_count')} is {rotary_dim}, "
-            f"but only {head_dim} (head size) works"
+            f"but only {head_dim} (head size) works",
+            hint=OTHER_VARIANT,
         )
     theta = fields.number("rope.freq_base", 10000.0)
     scaling = fields.get("rope.scaling.type") or "none"
@@ -314,7 +320,9 @@ def _rope(fields: Fields, row: Architecture, head_dim: int, tensors: RopeTensors
         parameters["attention_factor"] = correction
     if tensors.freqs is not None:
         if parameters["rope_type"] != "default":
-            raise ModelError(f"rope_freqs.weight beside rope scaling {scaling!r} is not supported")
+            raise ModelError(
+                f"rope_freqs.weight beside rope scaling {shown(scaling)} is not supported", hint=OTHER_VARIANT
+            )
         parameters |= _llama3_parameters(tensors.freqs, theta, head_dim)
     context = fields.integer("context_length")
     rope, reached = read_rope(parameters, head_dim, context, may_be_partial=family.has_partial_rope)
@@ -343,7 +351,10 @@ def _llama3_parameters(factors: Sequence[float], theta: float, head_dim: int) ->
         math.isclose(given, _llama3_divisor(theta ** (-2 * index / head_dim), factor), rel_tol=1e-4)
         for index, given in enumerate(factors)
     ):
-        raise ModelError("rope_freqs.weight holds RoPE factors that are not those of Llama 3.1, 3.2 or 3.3")
+        raise ModelError(
+            "rope_freqs.weight holds RoPE factors that are not those of Llama 3.1, 3.2 or 3.3",
+            hint=OTHER_VARIANT,
+        )
     return parameters
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, printable, shown
 from tiny_vllm.models.families import FAMILIES, LLAMA_DEFAULTS, Family, rotated_flags
-from tiny_vllm.models.fields import MOST_PARTS, Fields
+from tiny_vllm.models.fields import MOST_PARTS, OTHER_VARIANT, REPAIR, Fields
 from tiny_vllm.models.rope_parameters import (
     hf_rope_parameters,
     hf_rope_parameters_by_type,
@@ -91,7 +91,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
             if model_type in family.model_types:
                 return family, config
         raise ModelError(
-            f"no architecture is named, and model_type is {model_type!r:.80}",
+            f"no architecture is named, and model_type is {shown(model_type)}",
             hint=f"supported: {', '.join(name for family in FAMILIES for name in family.model_types)}",
         )
     for family in FAMILIES:
@@ -101,7 +101,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
             return family, _text_config(config, family)
     names = architectures if isinstance(architectures, list) else [architectures]
     raise ModelError(
-        f"architecture {', '.join(map(str, names)):.80} is not supported",
+        f"architecture {printable(', '.join(map(str, names)))} is not supported",
         hint=f"supported: {', '.join(supported_architectures())}",
     )
 
@@ -115,7 +115,7 @@ def _text_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]
     if not isinstance(text, Mapping) or text.get("model_type") not in family.model_types:
         kind = text.get("model_type") if isinstance(text, Mapping) else text
         raise ModelError(
-            f"the text_config of this {family.name} is of type {kind!r:.80}",
+            f"the text_config of this {family.name} is of type {shown(kind)}",
             hint=f"supported: {', '.join(family.model_types)}",
         )
     # What the wrapper alone may say.
@@ -151,23 +151,25 @@ def _refuse_unsupported(config: Mapping[str, Any], fields: Fields, family: Famil
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
-            f"quantization_config ({method!s:.80}) is not supported",
+            f"quantization_config ({shown(method)}) is not supported",
             hint="use the unquantised model or a GGUF file",
         )
     key, activation = family.activation_key, fields.get(family.activation_key)
     supported = ACTIVATIONS[family.traits.get("activation", "silu")]
     if activation is not None and activation not in supported:
-        raise ModelError(f"{key} is {activation!r:.80}, but only {supported[0]!r} is supported")
+        raise ModelError(
+            f"{key} is {shown(activation)}, but only '{supported[0]}' is supported", hint=OTHER_VARIANT
+        )
     for key, values in family.neutral.items():
         if config.get(key) not in values:
             used = [value for value in values if value is not None]
             expected = f"only {used[-1]} is supported" if used else "it is not supported"
-            raise ModelError(f"{key} is {config[key]!r:.80}, but {expected}")
+            raise ModelError(f"{key} is {shown(config[key])}, but {expected}", hint=OTHER_VARIANT)
 
 
 def _declared_dtype(config: Mapping[str, Any]) -> str:
     declared = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = str(declared).removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"dtype is {declared!r:.80}, but must be one of {', '.join(DTYPES)}")
+        raise ModelError(f"dtype is {shown(declared)}, but must be one of {', '.join(DTYPES)}", hint=REPAIR)
     return name

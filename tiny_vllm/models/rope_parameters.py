@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from tiny_vllm.errors import ModelError
-from tiny_vllm.models.fields import LARGEST, Fields
+from tiny_vllm.errors import ModelError, printable, shown
+from tiny_vllm.models.fields import LARGEST, OTHER_VARIANT, REPAIR, Fields
 from tiny_vllm.models.spec import RopeScaling, RopeSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -32,7 +32,11 @@ def hf_rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[
         flat["rope_theta"] = common["rope_theta"]
         flat.setdefault("partial_rotary_factor", common["partial_rotary_factor"])
     if len(given) == 2 and given[0] != given[1]:
-        raise ModelError("rope_scaling and rope_parameters contradict each other")
+        raise ModelError(
+            f"rope_scaling {shown(config['rope_scaling'])} and rope_parameters "
+            f"{shown(config['rope_parameters'])} contradict each other",
+            hint="remove one of them",
+        )
     parameters = given[0] if given else {"rope_type": "default", **common}
     original = config.get("original_max_position_embeddings")
     if original is not None:
@@ -53,7 +57,9 @@ def hf_rope_parameters_by_type(
         sliding = {"rope_theta": sliding_theta if local is None else local}
         return hf_rope_parameters(config, default_theta), hf_rope_parameters(sliding, sliding_theta)
     if not isinstance(nested, Mapping) or not set(nested) <= {FULL, SLIDING}:
-        raise ModelError(f"rope_parameters is {nested!r:.80}, but must hold {FULL} and {SLIDING} alone")
+        raise ModelError(
+            f"rope_parameters is {shown(nested)}, but must hold {FULL} and {SLIDING} alone", hint=REPAIR
+        )
     full, sliding = (
         hf_rope_parameters({"rope_parameters": nested.get(kind)}, theta)
         for kind, theta in ((FULL, default_theta), (SLIDING, sliding_theta))
@@ -64,11 +70,13 @@ def hf_rope_parameters_by_type(
 def _flat(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = config[key]
     if not isinstance(value, Mapping):
-        raise ModelError(f"{key} is {value!r:.80}, but must be an object")
+        raise ModelError(f"{key} is {shown(value)}, but must be an object", hint=REPAIR)
     nested = [name for name, inner in value.items() if isinstance(inner, Mapping)]
     if nested:
         raise ModelError(
-            f"{key} differs by layer type ({', '.join(nested)}), which this architecture does not have"
+            f"{key} differs by layer type ({printable(', '.join(nested))}), "
+            "which this architecture does not have",
+            hint=REPAIR,
         )
     flat = dict(value)
     flat["rope_type"] = flat.get("rope_type", flat.get("type", "default"))
@@ -89,7 +97,7 @@ def read_rope(
     rope_type: Any = parameters.get("rope_type")
     if rope_type not in get_args(RopeScaling):
         raise ModelError(
-            f"rope type {rope_type!r:.80} is not supported",
+            f"rope type {shown(rope_type)} is not supported",
             hint=f"supported: {', '.join(get_args(RopeScaling))}",
         )
     common: dict[str, Any] = {
@@ -105,10 +113,11 @@ def read_rope(
     else:
         factor = fields.number("factor")
     if factor < 1.0:
-        raise ModelError(f"RoPE parameters: factor is {factor}, but must be at least 1")
+        raise ModelError(f"RoPE parameters: factor is {factor}, but must be at least 1", hint=REPAIR)
     if original * factor > LARGEST:
         raise ModelError(
-            f"RoPE parameters: factor is {factor}, which takes {original} tokens beyond {LARGEST}"
+            f"RoPE parameters: factor is {factor}, which takes {original} tokens beyond {LARGEST}",
+            hint=REPAIR,
         )
     # Dynamic scaling is defined against the configured length, whatever else the parameters say.
     original = max_positions if rope_type == "dynamic" else original
@@ -118,7 +127,8 @@ def read_rope(
     if rope_type == "longrope":
         if original < 2:
             raise ModelError(
-                f"RoPE parameters: original_max_position_embeddings is {original}, but longrope needs 2"
+                f"RoPE parameters: original_max_position_embeddings is {original}, but longrope needs 2",
+                hint=REPAIR,
             )
         return RopeSpec(**common, **_longrope(fields, common["rotary_dim"])), max_positions
     if rope_type == "yarn":
@@ -129,16 +139,17 @@ def read_rope(
 def _rotary_dim(fields: Fields, head_dim: int, may_be_partial: bool) -> int:
     share = fields.number("partial_rotary_factor", 1.0)
     if share != 1.0 and not may_be_partial:
-        raise ModelError(f"partial_rotary_factor is {share}, but only 1 is supported")
+        raise ModelError(f"partial_rotary_factor is {share}, but only 1 is supported", hint=OTHER_VARIANT)
     if head_dim % 2:
-        raise ModelError(f"head size is {head_dim}, but rotary embedding needs an even one")
+        raise ModelError(f"head size is {head_dim}, but rotary embedding needs an even one", hint=REPAIR)
     if share > 1.0:
-        raise ModelError(f"partial_rotary_factor is {share}, but must be at most 1")
+        raise ModelError(f"partial_rotary_factor is {share}, but must be at most 1", hint=REPAIR)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
             f"partial_rotary_factor is {share}: that rotates {rotary_dim} of {head_dim} dimensions, "
-            "but it must be an even number of them"
+            "but it must be an even number of them",
+            hint=REPAIR,
         )
     return rotary_dim
 
@@ -146,7 +157,9 @@ def _rotary_dim(fields: Fields, head_dim: int, may_be_partial: bool) -> int:
 def _llama3(fields: Fields) -> dict[str, Any]:
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if low >= high:
-        raise ModelError(f"RoPE parameters: low_freq_factor {low} is not below high_freq_factor {high}")
+        raise ModelError(
+            f"RoPE parameters: low_freq_factor {low} is not below high_freq_factor {high}", hint=REPAIR
+        )
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 
@@ -154,7 +167,7 @@ def _yarn(fields: Fields) -> dict[str, Any]:
     fast = fields.number("beta_fast", None) or 32.0
     slow = fields.number("beta_slow", None) or 1.0
     if fast <= slow:
-        raise ModelError(f"RoPE parameters: beta_fast {fast} is not above beta_slow {slow}")
+        raise ModelError(f"RoPE parameters: beta_fast {fast} is not above beta_slow {slow}", hint=REPAIR)
     return {
         "beta_fast": fast,
         "beta_slow": slow,
@@ -174,7 +187,8 @@ def _longrope(fields: Fields, rotary_dim: int) -> dict[str, Any]:
         numbers = Fields(dict(zip(map(str, range(len(values))), values, strict=True)), f"RoPE {name}")
         if len(values) != rotary_dim // 2:
             raise ModelError(
-                f"RoPE parameters: {name} has {len(values)} numbers, but must have {rotary_dim // 2}"
+                f"RoPE parameters: {name} has {len(values)} numbers, but must have {rotary_dim // 2}",
+                hint=REPAIR,
             )
         factors[f"{name}s"] = tuple(numbers.positive(index) for index in numbers.values)
     return {**factors, "attention_factor": fields.number("attention_factor", None)}

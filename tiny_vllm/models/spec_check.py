@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiny_vllm.errors import ModelError
+from tiny_vllm.models.fields import REPAIR
 from tiny_vllm.models.spec import ModelSpec
 
 
 def divide(hidden_size: int, num_heads: int, name: str) -> int:
     """The head size where none is stated."""
     if hidden_size % num_heads:
-        raise ModelError(f"{name} {hidden_size} is not divisible by {num_heads} attention heads")
+        raise ModelError(f"{name} {hidden_size} is not divisible by {num_heads} attention heads", hint=REPAIR)
     return hidden_size // num_heads
 
 
@@ -21,16 +22,22 @@ def checked(spec: ModelSpec) -> ModelSpec:
     """
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(
-            f"{spec.num_heads} attention heads cannot be shared evenly by {spec.num_kv_heads} key-value heads"
+            f"{spec.num_heads} attention heads cannot be shared evenly by {spec.num_kv_heads} key-value "
+            "heads",
+            hint=REPAIR,
         )
     for rope in (spec.rope, spec.sliding_rope):
         if rope is not None and rope.theta <= 1.0:
-            raise ModelError(f"rope_theta is {rope.theta}, but must be above 1")
+            raise ModelError(f"rope_theta is {rope.theta}, but must be above 1", hint=REPAIR)
         if rope is not None and rope.scaling == "dynamic" and rope.rotary_dim == 2:
-            raise ModelError("dynamic RoPE scaling needs a head size above 2")
+            raise ModelError(
+                f"head size is {rope.rotary_dim}, but dynamic RoPE scaling needs one above 2", hint=REPAIR
+            )
     experts = spec.experts
     if experts is not None and experts.num_active > experts.num_experts:
-        raise ModelError(f"{experts.num_active} experts per token are more than the {experts.num_experts}")
+        raise ModelError(
+            f"{experts.num_active} experts per token are more than the {experts.num_experts}", hint=REPAIR
+        )
     if spec.attention_scale == spec.head_dim**-0.5:
         spec = replace(spec, attention_scale=None)
     window = spec.sliding_window

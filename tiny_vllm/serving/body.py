@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tiny_vllm.errors import shown
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.errors import ApiError
 from tiny_vllm.serving.schemas import AnyBody, parse_body
@@ -115,7 +116,7 @@ def _check_headers(http: Request) -> None:
     if media_type != "application/json":
         raise ApiError(
             415,
-            f"the content type is {media_type[:100]!r}, but must be application/json",
+            f"the content type is {shown(media_type)}, but must be application/json",
             headers={"accept": "application/json"},
         )
     if http.headers.get("content-encoding", "identity").lower() != "identity":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tiny_vllm.config import check_option
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import ConfigError, shown
 from tiny_vllm.types import Pooling
 
 API_KEY_VARIABLE = "TINY_VLLM_API_KEY"
@@ -63,7 +63,7 @@ class ServerConfig:
         for origin in self.cors_origin:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"cors_origin is {origin!r:.80}, but must be * or an origin as browsers send it",
+                    f"cors_origin is {shown(origin)}, but must be * or an origin as browsers send it",
                     hint="https://example.org, with the port if there is one, and no path",
                 )
         if self.served_model_name is not None and not self.served_model_name.strip():
@@ -81,7 +81,7 @@ def api_keys_from_environment() -> tuple[str, ...]:
 
 def _check_texts(name: str, values: object) -> None:
     if not isinstance(values, tuple):
-        raise ConfigError(f"{name} is {values!r:.80}, but must be a tuple of strings")
+        raise ConfigError(f"{name} is {shown(values)}, but must be a tuple of strings")
     for value in values:
         if value == "" or (isinstance(value, str) and value.isspace()):
             raise ConfigError(

@@ -7,10 +7,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tiny_vllm.errors import TinyVLLMError
+from tiny_vllm.errors import TinyVLLMError, printable
 from tiny_vllm.serving.body import BodyTooLong, EarlyResponse
-from tiny_vllm.serving.errors import ApiError, api_error, printable
+from tiny_vllm.serving.errors import ApiError, api_error
 from tiny_vllm.serving.gate import error_response
+
+MAX_PATH_LEN = 200
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -40,8 +42,8 @@ async def _too_long(http: Request, error: Exception) -> Response:
 async def _framework(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {
-        404: f"there is no {printable(http.url.path[:200])} here",
-        405: f"{http.method[:20]} is not possible at {printable(http.url.path[:200])}",
+        404: f"there is no {printable(http.url.path, MAX_PATH_LEN)} here",
+        405: f"{printable(http.method)} is not possible at {printable(http.url.path, MAX_PATH_LEN)}",
     }.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 

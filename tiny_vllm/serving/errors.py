@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from tiny_vllm.errors import CapacityError, EngineDead, PromptTooLong, RequestError, TinyVLLMError
+from tiny_vllm.errors import (
+    CapacityError,
+    EngineDead,
+    PromptTooLong,
+    RequestError,
+    TinyVLLMError,
+    printable,
+)
 from tiny_vllm.types import SAMPLING_FIELDS
 
 MAX_MESSAGE_LEN = 1000
@@ -124,21 +131,16 @@ def shown(value: Any) -> str:
     return json.dumps(value)
 
 
-def printable(text: str) -> str:
-    """With control characters written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def schema_error(error: ValidationError) -> ApiError:
     """The first few faults of a body that does not fit its schema, with what was sent instead."""
     faults = error.errors(include_url=False, include_context=False)
     texts = []
     for fault in faults[:MAX_SHOWN_ERRORS]:
-        place = printable(".".join(str(part) for part in fault["loc"])[:MAX_PLACE_LEN])
+        place = printable(".".join(str(part) for part in fault["loc"]), MAX_PLACE_LEN)
         text = f"{place}: {fault['msg']}" if place else str(fault["msg"])
         is_of_value = fault["msg"].startswith("Input should be")
         texts.append(f"{text}, not {shown(fault['input'])}" if is_of_value else text)
     if len(faults) > MAX_SHOWN_ERRORS:
         texts.append(f"and {len(faults) - MAX_SHOWN_ERRORS} more")
     first = faults[0]["loc"]
-    return ApiError(400, "; ".join(texts), param=printable(str(first[0])[:MAX_PLACE_LEN]) if first else None)
+    return ApiError(400, "; ".join(texts), param=printable(str(first[0]), MAX_PLACE_LEN) if first else None)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import RequestError, printable
 from tiny_vllm.serving.errors import ApiError, shown
 from tiny_vllm.serving.schemas import (
     ChatBody,
@@ -159,6 +159,7 @@ class RequestMaker:
 
     def _sampling_options(self, body: GenerationBody) -> dict[str, Any]:
         options = {**self.sampling_defaults, **body.sampling_options()}
+        _check_bias(body.logit_bias)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if body.stream and body.prompt_logprobs is not None:
@@ -181,9 +182,13 @@ class RequestMaker:
         body: CompletionBody | EmbeddingBody | TokenizeBody,
         context_len: int | None = None,
     ) -> list[int]:
-        """Those of a client's are as they came: the builder looks at each."""
+        """Of a client's own, the builder looks whether the model has them."""
         if not isinstance(prompt, str):
-            return whole_numbers(prompt)
+            token_ids = whole_numbers(prompt)
+            if not set(map(type, token_ids)) <= {int}:
+                wrong = next(item for item in token_ids if type(item) is not int)
+                raise RequestError(f"the prompt contains {shown(wrong)}, which is not a token id")
+            return token_ids
         return self._need_tokenizer(f"send {body.PROMPT_NAME} as a list of token ids").encode(
             prompt,
             add_special_tokens=body.add_special_tokens is not False,
@@ -268,6 +273,17 @@ def _renaming(names: Mapping[str, str]) -> Iterator[None]:
 def _with_text(prepared: PreparedRequest, prompt: str | list[int]) -> PreparedRequest:
     """The same, with the prompt as the client wrote it."""
     return PreparedRequest(prepared.request, prompt if isinstance(prompt, str) else None)
+
+
+def _check_bias(bias: Any) -> None:
+    """Raises RequestError for wrong types, in the words of JSON. SamplingParams looks at the rest."""
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers")
+    for token_id, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"logit_bias[{printable(token_id)}] is {shown(value)}, but must be a number")
 
 
 def _check_lists(request: Request, num_prompts: int) -> None:

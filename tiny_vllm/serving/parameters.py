@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiny_vllm.serving.errors import ApiError, printable
+from tiny_vllm.errors import printable, shown
+from tiny_vllm.serving.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +100,16 @@ def check_unsupported(
     for name, value in extras.items():
         if name in IGNORED:
             continue
-        shown = name[:64]
         refused = REFUSED.get(name)
         if refused is None:
-            close = difflib.get_close_matches(shown, [*known, *REFUSED, *IGNORED], n=1)
+            close = difflib.get_close_matches(name[:64], [*known, *REFUSED, *IGNORED], n=1)
             hint = f"did you mean {close[0]}?" if close else "leave it out"
             if name in elsewhere:
                 hint = "only other endpoints have it"
             raise ApiError(
                 400,
-                f"unknown parameter {shown!r}\nhint: {hint}",
-                param=printable(shown),
+                f"unknown parameter {shown(name)}\nhint: {hint}",
+                param=printable(name),
                 code="unknown_parameter",
             )
         if value is not None and not _is_among(value, refused.neutral):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import EngineDead
+from tiny_vllm.errors import EngineDead, shown
 from tiny_vllm.serving.admission import Admission, Door
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineClient
@@ -132,7 +132,7 @@ class Service:
             return
         raise ApiError(
             404,
-            f"the model {name[:200]!r} does not exist\nhint: this server has {self.model.name!r}",
+            f"the model {shown(name)} does not exist\nhint: this server has {self.model.name!r}",
             param="model",
             code="model_not_found",
         )

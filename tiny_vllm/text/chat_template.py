@@ -10,11 +10,11 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tiny_vllm.errors import RequestError, shown
+from tiny_vllm.errors import JSON_TYPES, MAX_REASON_LEN, RequestError, json_type, printable, shown
 
 Message = Mapping[str, Any]
 
@@ -26,6 +26,10 @@ OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
 """Some templates put the role between the parts of a control token, so it must not have parts of its own."""
+
+
+TYPE_NAME = re.compile(rf"\b({'|'.join(JSON_TYPES)}|None)\b(?: object(?='))?")
+"""As Python and Jinja write it: 'dict object', "NoneType"."""
 
 
 class ChatTemplate:
@@ -64,7 +68,7 @@ class ChatTemplate:
             raise RequestError(f"{name} is no variable for the chat template", hint="give it on its own")
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
         if tools is not None and not _is_list(tools):
-            raise RequestError(f"tools is of type {type(tools).__name__}, but must be a list")
+            raise RequestError(f"tools is of type {json_type(tools)}, but must be a list")
         compiled = self._compiled
         if tools and not compiled.takes_tools:
             raise RequestError("this model's chat template takes no tools", hint="leave tools out")
@@ -80,23 +84,25 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except TemplateError as error:
+        except UndefinedError as error:
             raise RequestError(
-                f"the chat template refuses these messages: {error.message or error}"
+                f"the chat template cannot render these messages: {_in_words_of_json(error)}"
             ) from None
+        except TemplateError as error:
+            reason = printable(error.message or str(error), MAX_REASON_LEN)
+            raise RequestError(f"the chat template refuses these messages: {reason}") from None
         except (
             *(TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError),
             *(RecursionError, MemoryError),
         ) as error:
             # The template tripped over the messages: it has no other input.
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"the chat template cannot render these messages: {reason}") from None
+            raise RequestError(
+                f"the chat template cannot render these messages: {_in_words_of_json(error)}"
+            ) from None
 
     def _check_message(self, place: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(
-                f"messages[{place}] is of type {type(message).__name__}, but must be an object"
-            )
+            raise RequestError(f"messages[{place}] is of type {json_type(message)}, but must be an object")
         role, content = message.get("role"), message.get("content")
         for name in CALL_FIELDS:
             if message.get(name) and name not in f"{self.source}{self.tool_source}":
@@ -108,8 +114,13 @@ class ChatTemplate:
             raise RequestError(
                 f"messages[{place}] has no role", hint='use {"role": "user", "content": "..."}'
             )
-        if not isinstance(role, str) or not role:
-            raise RequestError(f"messages[{place}] has role {shown(role)}, but needs one", hint='use "user"')
+        if not isinstance(role, str):
+            raise RequestError(
+                f"messages[{place}] has a role of type {json_type(role)}, but must have a string",
+                hint='use "user"',
+            )
+        if not role:
+            raise RequestError(f"messages[{place}] has role '', but needs one", hint='use "user"')
         if not ROLE.fullmatch(role):
             raise RequestError(
                 f"messages[{place}] has role {shown(role)}, which is no name", hint='use "user"'
@@ -134,7 +145,8 @@ class ChatTemplate:
             variables = meta.find_undeclared_variables(environment.parse(self.tool_source or self.source))
         except TemplateSyntaxError as error:
             raise RequestError(
-                f"this model's chat template is not valid Jinja: line {error.lineno}: {error}",
+                f"this model's chat template is not valid Jinja: line {error.lineno}: "
+                f"{printable(error.message or '', MAX_REASON_LEN)}",
                 hint="repair the template, or send a prompt as text",
             ) from None
         return _Compiled(
@@ -164,6 +176,12 @@ class _Compiled:
     wants_parts: bool
 
 
+def _in_words_of_json(error: Exception) -> str:
+    """What a template tripped over, for clients that may not know Python."""
+    reason = printable(str(error) or type(error).__name__, MAX_REASON_LEN)
+    return TYPE_NAME.sub(lambda name: JSON_TYPES.get(name[1], "null"), reason)
+
+
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
@@ -171,7 +189,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
 def _check_list(messages: object) -> Sequence[object]:
     if not _is_list(messages):
         raise RequestError(
-            f"messages is of type {type(messages).__name__}, but must be a list",
+            f"messages is of type {json_type(messages)}, but must be a list",
             hint='use [{"role": "user", "content": "..."}]',
         )
     if not messages:
@@ -182,15 +200,23 @@ def _check_list(messages: object) -> Sequence[object]:
 def _text_parts(place: int, content: object) -> list[dict[str, str]]:
     if not _is_list(content):
         raise RequestError(
-            f"messages[{place}].content is of type {type(content).__name__}, "
+            f"messages[{place}].content is of type {json_type(content)}, "
             "but must be a string or a list of text parts"
         )
     parts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
             raise RequestError(
-                f"messages[{place}].content has a part of type {shown(kind)}, but only text is supported"
+                f"messages[{place}].content holds something of type {json_type(part)}, "
+                "but must hold objects: text parts"
+            )
+        kind = part.get("type")
+        if kind is None:
+            raise RequestError(f"messages[{place}].content has a part without a type", hint='use "text"')
+        if kind != "text":
+            name = shown(kind) if isinstance(kind, str) else json_type(kind)
+            raise RequestError(
+                f"messages[{place}].content has a part of type {name}, but only text is supported"
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"messages[{place}].content has a text part without text")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import MAX_REASON_LEN, ModelError, printable, shown
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from tiny_vllm.text.gguf_vocabulary import GGUFTokenType, GGUFVocabulary
@@ -18,6 +18,9 @@ SPACE = "▁"
 
 DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
 """What SentencePiece models mean when the file names no such token."""
+
+DAMAGED = "download the file again, or use another tokenizer: pass tokenizer="
+"""The hint for a vocabulary that cannot be used."""
 
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a reply. Many files name only the token that ends a document."""
@@ -35,7 +38,10 @@ def tokenizer_from_gguf(vocabulary: GGUFVocabulary) -> Tokenizer:
         case "llama":
             return _sentencepiece_tokenizer(vocabulary)
         case other:
-            raise ModelError(f"tokenizer.ggml.model is {other!r}, but must be one of 'gpt2', 'llama'")
+            raise ModelError(
+                f"tokenizer.ggml.model is {shown(other)}, but must be one of 'gpt2', 'llama'",
+                hint="use another tokenizer: pass tokenizer=",
+            )
 
 
 def _byte_level_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
@@ -43,11 +49,11 @@ def _byte_level_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     rule = PRE_TOKENIZERS.get(name)
     if rule is None:
         raise ModelError(
-            f"tokenizer.ggml.pre is {name!r}, which is not supported",
+            f"tokenizer.ggml.pre is {shown(name)}, which is not supported",
             hint="supported are " + ", ".join(sorted(PRE_TOKENIZERS)),
         )
     if vocabulary.merges is None:
-        raise ModelError("tokenizer.ggml.merges is missing, but tokenizer.ggml.model is 'gpt2'")
+        raise ModelError("tokenizer.ggml.merges is missing, but tokenizer.ggml.model is 'gpt2'", hint=DAMAGED)
     model = _bpe(vocabulary, merges=_read_merges(vocabulary.merges), ignore_merges=rule.ignore_merges)
     backend = Backend(model)
     backend.normalizer = normalizers.NFC() if rule.composes else None
@@ -59,7 +65,9 @@ def _byte_level_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
 def _sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     if vocabulary.scores is None or len(vocabulary.scores) != len(vocabulary.tokens):
         num_scores = 0 if vocabulary.scores is None else len(vocabulary.scores)
-        raise ModelError(f"tokenizer.ggml.scores has {num_scores} of {len(vocabulary.tokens)} scores")
+        raise ModelError(
+            f"tokenizer.ggml.scores has {num_scores} of {len(vocabulary.tokens)} scores", hint=DAMAGED
+        )
     unk_id = DEFAULT_UNK_ID if vocabulary.unk_token_id is None else vocabulary.unk_token_id
     model = _bpe(
         vocabulary,
@@ -105,7 +113,12 @@ def _finish(
         "unk_token": vocabulary.unk_token_id,
         "pad_token": vocabulary.pad_token_id,
     }
-    special_tokens = {role: vocabulary.tokens[id_] for role, id_ in roles.items() if id_ is not None}
+    # The padding token may be none of the vocabulary: files hold 4294967295 for a pad_token_id of -1, and
+    # nothing is padded here.
+    known = range(len(vocabulary.tokens))
+    special_tokens = {
+        role: vocabulary.tokens[id_] for role, id_ in roles.items() if id_ is not None and id_ in known
+    }
     template = vocabulary.chat_template
     return Tokenizer(
         backend,
@@ -146,7 +159,8 @@ def _bpe(vocabulary: GGUFVocabulary, *, merges: list[tuple[str, str]], **options
     try:
         return models.BPE(vocab=ids, merges=merges, **options)
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"the tokenizer in the file is damaged: {error}") from None
+        reason = printable(str(error), MAX_REASON_LEN)
+        raise ModelError(f"the tokenizer in the file is damaged: {reason}", hint=DAMAGED) from None
 
 
 def _read_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
@@ -156,7 +170,8 @@ def _read_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
         split = merge.find(" ", 1)
         if split < 0:
             raise ModelError(
-                f"tokenizer.ggml.merges[{rank}] is {merge!r}, but must be two pieces and a space"
+                f"tokenizer.ggml.merges[{rank}] is {shown(merge)}, but must be two pieces and a space",
+                hint=DAMAGED,
             )
         pairs.append((merge[:split], merge[split + 1 :]))
     return pairs
@@ -187,15 +202,24 @@ def _merges_from_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 def _check(vocabulary: GGUFVocabulary) -> None:
     num_tokens = len(vocabulary.tokens)
     if num_tokens <= DEFAULT_EOS_ID:
-        raise ModelError(f"tokenizer.ggml.tokens has only {num_tokens} tokens")
+        raise ModelError(
+            f"tokenizer.ggml.tokens has only {num_tokens} tokens, but needs {DEFAULT_EOS_ID + 1}",
+            hint=DAMAGED,
+        )
     types = vocabulary.token_types
     if types is not None and len(types) != num_tokens:
-        raise ModelError(f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens")
-    for role in ("bos", "eos", "eot", "unk", "pad"):
+        raise ModelError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens", hint=DAMAGED
+        )
+    for role in ("bos", "eos", "eot", "unk"):
         token_id = getattr(vocabulary, f"{role}_token_id")
         if token_id is not None and not 0 <= token_id < num_tokens:
-            raise ModelError(f"the {role} token id is {token_id}, but the vocabulary has {num_tokens} tokens")
+            raise ModelError(
+                f"the {role} token id is {token_id}, but the vocabulary has {num_tokens} tokens", hint=DAMAGED
+            )
     seen: dict[str, int] = {}
     for token_id, token in enumerate(vocabulary.tokens):
         if token and seen.setdefault(token, token_id) != token_id:
-            raise ModelError(f"token {token!r} appears twice: as {seen[token]} and as {token_id}")
+            raise ModelError(
+                f"token {shown(token)} appears twice: as {seen[token]} and as {token_id}", hint=DAMAGED
+            )

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from tiny_vllm.errors import RequestError
+from tiny_vllm.errors import MAX_REASON_LEN, RequestError, printable
 
 MARKS = range(0xF0000, 0xFFFFE)
 """Code points for private use: normalisers leave them alone, and no chat template has one."""
@@ -29,7 +29,8 @@ def encoded_ids(backend: Backend, text: str, *, add_special_tokens: bool) -> lis
         # Works out no offsets, and lets other threads run meanwhile: `encode` does neither.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except Exception as error:  # the library raises bare Exception
-        raise RequestError(f"the tokenizer cannot encode this text: {error}") from None
+        reason = printable(str(error), MAX_REASON_LEN)
+        raise RequestError(f"the tokenizer cannot encode this text: {reason}") from None
 
 
 class SpecialText:

@@ -11,12 +11,15 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import MAX_REASON_LEN, UNREADABLE, ModelError, json_type, printable, shown
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.tokenizer import Tokenizer
 
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 TOOL_TEMPLATE_NAME = "tool_use"
+
+REPAIR = "correct the file, or download it again"
+"""The hint for a file that cannot be used."""
 
 
 def load_tokenizer_directory(path: str | Path) -> Tokenizer:
@@ -68,7 +71,8 @@ def _read_backend(path: Path) -> Backend:
         backend.encode("a")  # Some damage shows only now.
         return backend
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{path} is not a tokenizer: {error}") from None
+        reason = printable(str(error), MAX_REASON_LEN)
+        raise ModelError(f"{path} is not a tokenizer: {reason}", hint="download it again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -77,11 +81,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=UNREADABLE) from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
+        raise ModelError(f"{path} is not JSON: {error}", hint="download it again") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}, but must hold an object")
+        raise ModelError(
+            f"{path} holds a {json_type(value)}, but must hold an object", hint="download it again"
+        )
     return value
 
 
@@ -95,7 +101,7 @@ def _text_of(token: object) -> str | None:
         token.encode()
     except UnicodeEncodeError:
         raise ModelError(
-            f"the tokenizer's configuration has the token {token!r:.80}, which is no text"
+            f"the tokenizer's configuration has the token {shown(token)}, which is no text", hint=REPAIR
         ) from None
     return token
 
@@ -109,7 +115,9 @@ def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
     listed = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     tokens = listed.values() if isinstance(listed, Mapping) else listed
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
-        raise ModelError(f"tokenizer_config.json lists the special tokens {listed!r:.80}, which is no list")
+        raise ModelError(
+            f"tokenizer_config.json lists the special tokens {shown(listed)}, which is no list", hint=REPAIR
+        )
     return [text for token in tokens if (text := _text_of(token))]
 
 
@@ -117,12 +125,15 @@ def _added_tokens(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     entries = config.get("added_tokens_decoder") or {}
     if not isinstance(entries, Mapping):
         raise ModelError(
-            f"added_tokens_decoder of tokenizer_config.json is {entries!r:.80}, which is no object"
+            f"added_tokens_decoder of tokenizer_config.json is {shown(entries)}, which is no object",
+            hint=REPAIR,
         )
     for key, entry in entries.items():
         if not key.isdecimal() or not isinstance(entry, Mapping):
             raise ModelError(
-                f"added_tokens_decoder of tokenizer_config.json has the entry {key!r}: {entry!r:.80}"
+                "added_tokens_decoder of tokenizer_config.json has the entry "
+                f"{shown(key)}: {shown(entry)}, but must map token ids to objects",
+                hint=REPAIR,
             )
     return entries
 
@@ -145,7 +156,9 @@ def _add_tokens(backend: Backend, entries: Mapping[str, Mapping[str, Any]]) -> N
         token_id = backend.token_to_id(content)
         if token_id != int(key):
             raise ModelError(
-                f"tokenizer_config.json gives token {content!r} the id {key}, but tokenizer.json {token_id}"
+                f"tokenizer_config.json gives token {shown(content)} the id {printable(key)}, "
+                f"but tokenizer.json {token_id}",
+                hint="the files are of different versions; download both again",
             )
 
 
@@ -188,5 +201,5 @@ def _named_templates(value: object) -> dict[str, str]:
             entries = [entry for entry in value if isinstance(entry, Mapping)]
             return {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     raise ModelError(
-        f"chat_template is of type {type(value).__name__}, but must be text or a list of templates"
+        f"chat_template is of type {json_type(value)}, but must be text or a list of templates", hint=REPAIR
     )

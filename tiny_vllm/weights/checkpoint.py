@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.config import Choice, GenerationConfig
-from tiny_vllm.errors import ConfigError, ModelError
+from tiny_vllm.errors import ConfigError, ModelError, printable, shown
 from tiny_vllm.models.hf_config import spec_from_hf_config
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.weights.bundled import bundled_model_path
@@ -59,6 +59,28 @@ class Checkpoint:
     tensor_names: Mapping[str, str] = field(repr=False)
     tokenizer: Path | GGUFFile | None
     generation_config: Path | None = None
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the model has a token that ends a text."""
+        return any(self._has(token_id) for token_id in self.eos_token_ids)
+
+    @property
+    def eos_remark(self) -> str | None:
+        """Which of eos_token_ids the model does not have: published checkpoints name such ones where the
+        embedding was not resized. They are harmless unless no other ends a text."""
+        beyond = [token_id for token_id in self.eos_token_ids if not self._has(token_id)]
+        if not beyond:
+            return None
+        verb, pronoun = ("is", "it") if len(beyond) == 1 else ("are", "them")
+        remark = (
+            f"{printable(', '.join(map(str, beyond)))} {verb} beyond the model's ids "
+            f"(0 to {self.spec.vocab_size - 1}), so no text ends with {pronoun}"
+        )
+        return remark if self.can_end else f"{remark}: only max_tokens and a request's own stops end one"
+
+    def _has(self, token_id: int) -> bool:
+        return 0 <= token_id < self.spec.vocab_size
 
     def sampling_defaults(self, asked: GenerationConfig) -> Mapping[str, Any]:
         """Values for the sampling parameters that a request leaves out. Raises ModelError."""
@@ -107,7 +129,10 @@ def open_checkpoint(
     Raises ModelError for anything missing, damaged or unsupported, ConfigError for an unknown load_format.
     """
     if load_format not in FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}, but must be one of {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"load_format is {shown(load_format)}, but must be one of {', '.join(FORMATS)}",
+            hint="leave it out: the files tell it",
+        )
     path = bundled_model_path() if model is None else _resolve("model", model, weights=load_format != "dummy")
     gguf = _gguf_path(path)
     if gguf is not None and load_format == "safetensors":
@@ -139,9 +164,9 @@ def _resolve(what: str, name: str, *, weights: bool) -> Path:
             return path
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of ~ is not known
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"{what} {name!r:.80} cannot be opened: {reason}", hint="check the path") from None
+        raise ModelError(f"{what} {shown(name)} cannot be opened: {reason}", hint="check the path") from None
     if not is_hub_id(name):
-        raise ModelError(f"there is no {what} at {name!r}", hint="check the path")
+        raise ModelError(f"there is no {what} at {shown(name)}", hint="check the path")
     return fetch_model(name, weights=weights)
 
 
@@ -154,7 +179,7 @@ def _gguf_path(path: Path) -> Path | None:
         return None
     if len(files) > 1:
         raise ModelError(
-            f"{path} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:6])})",
+            f"{path} holds {len(files)} GGUF files ({', '.join(printable(file.name) for file in files[:6])})",
             hint="name the one to use",
         )
     return files[0]

@@ -41,7 +41,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
             fault = error.message.removeprefix(name)
             # In quotes the command line does not take the key for its own option.
             raise ModelError(
-                f"{path}: {key!r}{fault}", hint="correct the file, or use generation_config='none'"
+                f"{path}: '{key}'{fault}", hint="correct the file, or use generation_config='none'"
             ) from None
         defaults[name] = value
     return defaults

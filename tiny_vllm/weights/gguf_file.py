@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, printable
 from tiny_vllm.models.gguf_metadata import RopeTensors, architecture_of, spec_from_gguf
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
@@ -151,7 +151,8 @@ class GGUFFile:
         if self.metadata.get("split.count", 0) not in (0, 1):
             raise ModelError(f"{self.path} is one part of a split GGUF model", hint="join it with gguf-split")
         size = self.path.stat().st_size
-        for name, tensor in self.header.tensors.items():
+        for stored, tensor in self.header.tensors.items():
+            name = printable(stored)
             if _type_name(tensor) not in (*PLAIN_DTYPES, *QUANTISED_TYPES):
                 raise ModelError(
                     f"{self.path}: tensor {name} has type {_type_name(tensor)}, which is not supported",
@@ -159,7 +160,12 @@ class GGUFFile:
                 )
             end = tensor.offset + _num_bytes(tensor)
             if not tensor.shape or 0 in tensor.shape or tensor.shape[-1] % _block_sizes(tensor)[0]:
-                raise ModelError(f"{self.path} is damaged: tensor {name} has shape {list(tensor.shape)}")
+                block = _block_sizes(tensor)[0]
+                raise ModelError(
+                    f"{self.path} is damaged: tensor {name} has shape {list(tensor.shape)}, but must have "
+                    f"values, and in rows of a multiple of {block}",
+                    hint="download it again",
+                )
             if end > size:
                 raise ModelError(
                     f"{self.path} is truncated: it has {size} bytes, but tensor {name} ends at byte {end}",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import UNREADABLE, ModelError, printable, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -48,11 +48,14 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as file:
             if file.read(4) != MAGIC:
-                raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF')")
+                raise ModelError(
+                    f"{path} is not a GGUF file (it does not begin with 'GGUF')",
+                    hint="name a .gguf file, or the directory of a model in safetensors",
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, _Cursor(data))
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=UNREADABLE) from error
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
         raise ModelError(
             f"{path} is damaged: its header ends early or holds impossible values ({error})",
@@ -78,11 +81,16 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
         dimensions = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))
         type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
         if name in directory:
-            raise ModelError(f"{path} is damaged: tensor {name} appears twice")
+            raise ModelError(
+                f"{path} is damaged: tensor {printable(name)} appears twice", hint="download it again"
+            )
         directory[name] = (dimensions[::-1], type_id, offset)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ModelError(f"{path} is damaged: general.alignment is {alignment!r}, not a power of two")
+        raise ModelError(
+            f"{path} is damaged: general.alignment is {shown(alignment)}, not a power of two",
+            hint="download it again",
+        )
     start = -(-cursor.offset // alignment) * alignment
     tensors = {name: GGUFTensor(shape, kind, start + at) for name, (shape, kind, at) in directory.items()}
     return GGUFHeader(path, metadata, tensors)

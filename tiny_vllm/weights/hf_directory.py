@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import UNREADABLE, ModelError, json_type, printable, shown
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -22,11 +22,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=UNREADABLE) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", hint="download it again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}, but must hold an object")
+        raise ModelError(
+            f"{path} holds a {json_type(content)}, but must hold an object", hint="download it again"
+        )
     return content
 
 
@@ -69,10 +71,15 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name, from an index. Raises ModelError naming the index if it holds no such map."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index} has no weight_map from tensor names to file names")
+        raise ModelError(
+            f"{index} has no weight_map from tensor names to file names", hint="download it again"
+        )
     outside = sorted({name for name in weight_map.values() if Path(name).name != name})
     if outside:
-        raise ModelError(f"{index} names files outside its directory: {_listed(outside)}")
+        raise ModelError(
+            f"{index} names files outside its directory: {_listed(outside)}",
+            hint="put them beside it, and name them without a directory",
+        )
     return weight_map
 
 
@@ -116,17 +123,27 @@ def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
     if not isinstance(text, str):
         return ()
     tokenizer = read_optional_json(directory / "tokenizer.json")
+    added = config.get("added_tokens_decoder", {})
     try:
-        ids = {
-            entry["content"]: int(token) for token, entry in config.get("added_tokens_decoder", {}).items()
-        }
+        ids = {entry["content"]: int(token) for token, entry in added.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{directory / 'tokenizer_config.json'}: added_tokens_decoder is {shown(added)}, but must map "
+            "token ids to objects with content",
+            hint="correct the file, or download it again",
+        ) from error
+    try:
         vocabulary = tokenizer.get("model", {}).get("vocab")
         if isinstance(vocabulary, dict):
             ids |= vocabulary
         ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{directory}: tokenizer.json or tokenizer_config.json is malformed") from error
-    return tuple(_ids(ids.get(text), f"{directory}: the id of {text!r:.80}"))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{directory / 'tokenizer.json'}: model or added_tokens is malformed: both must be as the "
+            "tokenizers library writes them",
+            hint="download it again",
+        ) from error
+    return tuple(_ids(ids.get(text), f"{directory}: the id of {shown(text)}"))
 
 
 def _ids(value: object, name: str) -> Iterator[int]:
@@ -134,10 +151,13 @@ def _ids(value: object, name: str) -> Iterator[int]:
         if token is None:
             continue
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ModelError(f"{name} is {value!r:.80}, but must be a token id or a list of them")
+            raise ModelError(
+                f"{name} is {shown(value)}, but must be a token id or a list of them",
+                hint="correct the file, or download it again",
+            )
         yield token
 
 
 def _listed(names: list[str]) -> str:
     more = ", ..." if len(names) > NAMES_SHOWN else ""
-    return ", ".join(f"{name:.80}" for name in names[:NAMES_SHOWN]) + more
+    return ", ".join(map(printable, names[:NAMES_SHOWN])) + more

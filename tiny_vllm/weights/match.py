@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, printable
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.weights.names import DERIVED, GGUF_LAYER, OTHER_PARTS, name_table, text_name
 from tiny_vllm.weights.shapes import expected_shapes, stored_forms
@@ -35,7 +35,10 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
             assert part is not None
             for atom in forms[part].atoms:
                 if atom in brought:
-                    raise ModelError(f"{where}: {brought[atom]} and {name} are the same weight")
+                    raise ModelError(
+                        f"{where}: {printable(brought[atom])} and {printable(name)} are the same weight",
+                        hint="remove one of them, or download the model again",
+                    )
                 brought[atom] = name
             found[part] = name
         elif part == "lm_head" and spec.tie_word_embeddings:
@@ -51,19 +54,21 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
         else:
             missing += map(table.stored, absent)
     if missing:
-        hint = "the checkpoint is incomplete"
+        hint = "the checkpoint is incomplete, or its configuration is another model's: download both again"
         if missing == [table.stored("lm_head")]:
             hint = "tie_word_embeddings is false, so the head must be stored"
         raise ModelError(f"{where}: missing {_listed(missing)}", hint=hint)
     if unexpected:
         raise ModelError(
-            f"{where}: unexpected {_listed(unexpected)}", hint="the configuration has no place for them"
+            f"{where}: unexpected {_listed(unexpected)}",
+            hint="the configuration has no place for them; take the one that came with these weights",
         )
     for part, form in forms.items():
         if part in found and tuple(stored[found[part]]) != form.shape:
             raise ModelError(
-                f"{where}: tensor {found[part]} has shape {list(stored[found[part]])}, "
-                f"but the configuration needs {list(form.shape)}"
+                f"{where}: tensor {printable(found[part])} has shape {list(stored[found[part]])}, "
+                f"but the configuration needs {list(form.shape)}",
+                hint="weights and configuration are of different models or versions; download both again",
             )
     return found
 
@@ -71,7 +76,8 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
 def _listed(names: Iterable[str]) -> str:
     """ "tensor a", or "8 tensors: a, b, ..." with the first few named."""
     names = list(names)
+    shown = [printable(name) for name in names[:NAMES_SHOWN]]
     if len(names) == 1:
-        return f"tensor {names[0]}"
+        return f"tensor {shown[0]}"
     more = ", ..." if len(names) > NAMES_SHOWN else ""
-    return f"{len(names)} tensors: {', '.join(names[:NAMES_SHOWN])}{more}"
+    return f"{len(names)} tensors: {', '.join(shown)}{more}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import MAX_REASON_LEN, UNREADABLE, ModelError, printable
 
 DTYPE_NAMES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -38,12 +38,16 @@ class SafetensorsFiles:
         for path in paths:
             for name, tensor in read_safetensors_header(path).items():
                 if name in self.tensors:
-                    raise ModelError(f"tensor {name} is in both {self.tensors[name].path} and {path}")
+                    raise ModelError(
+                        f"tensor {printable(name)} is in both {self.tensors[name].path} and {path}",
+                        hint="files of different versions are mixed; download the model again",
+                    )
                 self.tensors[name] = tensor
         for name, file_name in weight_map.items():
             if name not in self.tensors or self.tensors[name].path.name != file_name:
                 raise ModelError(
-                    f"the index places tensor {name} in {file_name}, which does not hold it",
+                    f"the index places tensor {printable(name)} in {printable(file_name)}, "
+                    "which does not hold it",
                     hint="index and files come from different versions; download the model again",
                 )
 
@@ -62,7 +66,8 @@ class SafetensorsFiles:
             tensor = self.tensors[name]
             if tensor.dtype not in DTYPE_NAMES:
                 raise ModelError(
-                    f"{tensor.path}: tensor {name} has type {tensor.dtype}, which is not supported",
+                    f"{tensor.path}: tensor {printable(name)} has type {tensor.dtype}, which is not "
+                    "supported",
                     hint=f"supported: {', '.join(DTYPE_NAMES)}",
                 )
             if len(tensor.shape) > 1:
@@ -93,8 +98,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         raise ModelError(
             f"{path} is not a safetensors file, or it is truncated or damaged "
-            f"({path.stat().st_size} bytes: {error})",
+            f"({path.stat().st_size} bytes: {printable(str(error), MAX_REASON_LEN)})",
             hint="download it again",
         ) from error
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror or error}", hint=UNREADABLE) from error
