@@ -48,6 +48,7 @@ WRONG_TYPES = [
     ("ggml.merges", [1, 2], "a list of texts"),
     ("ggml.eos_token_id", "a", "an integer"),
     ("ggml.bos_token_id", True, "an integer"),
+    ("ggml.eom_token_id", 1.5, "an integer"),
     ("ggml.padding_token_id", [1], "an integer"),
     ("ggml.add_bos_token", "a", "true or false"),
     ("ggml.add_space_prefix", 1, "true or false"),

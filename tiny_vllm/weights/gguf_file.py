@@ -141,6 +141,7 @@ class GGUFFile:
                     f"{self.path} holds no tokenizer: it has no {VOCABULARY[field][0]}",
                     hint="pass tokenizer=",
                 )
+        self._vocabulary_value("tokenizer.ggml.eom_token_id", "an integer")
         return GGUFVocabulary(**values)
 
     def _vocabulary_value(self, key: str, kind: str) -> Any:
