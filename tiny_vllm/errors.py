@@ -90,7 +90,12 @@ def printable(text: str, max_len: int = MAX_SHOWN_LEN) -> str:
     """Text from outside, such as a name in a file, as a message shows it without quotes: bounded, marked
     where it is cut, and with control characters written out, so that no terminal obeys them."""
     kept = text if len(text) <= max_len else f"{text[:max_len]} ..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
+    return written_out(kept)
+
+
+def written_out(text: str) -> str:
+    """The whole text, with control characters written out, line ends too."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def json_type(value: object) -> str:

@@ -231,6 +231,22 @@ def shown_rows(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {line[2:33].strip(): line[34:] for line in section.splitlines()}
 
 
+def test_no_terminal_obeys_the_names_of_files(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = checkpoint.rename(checkpoint.with_name("tiny\x1b[31m\x07\nname"))
+    command = ["info", str(directory), "--num-pages", "9"]
+    assert main(command) == 0
+    assert shown_rows(capsys)["name"] == r"tiny\x1b[31m\x07\nname"
+    (directory / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert main(command) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    (directory / "generation_config.json").write_text('{"temperature": -1}')
+    for name in ("info", "generate"):
+        assert main([name, "--model", str(directory), "--num-pages", "9", *(["Hi"] * (name == "generate"))])
+        told = capsys.readouterr()
+        assert not {"\x1b", "\x07"} & {*told.out, *told.err}
+        assert r"tiny\x1b[31m\x07" in told.err and "\nhint: " in told.err
+
+
 def test_ids_that_the_model_does_not_have_are_told(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

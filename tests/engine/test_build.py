@@ -257,3 +257,6 @@ def test_a_model_that_can_end_no_text_is_warned_of(tmp_path: Path, caplog: pytes
     edit_json(directory / "generation_config.json", eos_token_id=None)
     (warning,) = warnings()
     assert warning.startswith(f"{directory.name}: 1000000 is beyond the model's ids (0 to 383)")
+    directory = directory.rename(directory.with_name("tiny\x1b[31m"))
+    (warning,) = warnings()
+    assert warning.startswith(r"tiny\x1b[31m: 1000000 is beyond")

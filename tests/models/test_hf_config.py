@@ -197,6 +197,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": None, "model_type": "mamba"}, "mamba"),
     "quantised": ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "context of one token": ({"max_position_embeddings": 1}, "context of the model is 1 token"),
     "pretraining_tp": ({"pretraining_tp": 2}, "pretraining_tp is 2"),
     "rope type": ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk'"),
     "longrope without factors": ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),

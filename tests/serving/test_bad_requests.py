@@ -262,7 +262,10 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "min above max": ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6"),
     "priority": ({"priority": 2**40}, "priority"),
     "stream options alone": ({"stream_options": {"include_usage": True}}, "needs stream"),
-    "stream options": ({"stream": True, "stream_options": {"foo": True}}, "stream_options.foo"),
+    "stream options": (
+        {"stream": True, "stream_options": {"foo": True}},
+        "stream_options.foo: there is no such",
+    ),
     "streamed prompt logprobs": ({"stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
     "unknown": ({"max_token": 5}, "did you mean max_tokens?"),
     "best_of": ({"best_of": 3}, "best_of is not supported"),

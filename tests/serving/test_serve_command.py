@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,3 +213,15 @@ def test_an_engine_that_is_killed_before_it_is_ready_is_one_message(
         "hint: so the system ends what takes too much memory: lower --num-pages, --max-model-len or "
         "--max-num-batched-tokens",
     ]
+
+
+def test_no_terminal_obeys_the_name_of_a_served_directory(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "tiny\x1b[31m")
+    (directory / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert server.serve.__kwdefaults__ is not None
+    monkeypatch.setitem(server.serve.__kwdefaults__, "engine_command", (sys.executable, "-c", ""))
+    assert main(["serve", "--port", "0", str(directory)]) == 2
+    listening, recommended, *_ = capfd.readouterr().err.splitlines()
+    assert listening.startswith(r"tiny\x1b[31m: listening on") and r"tiny\x1b[31m" in recommended

@@ -189,6 +189,20 @@ def test_a_template_that_is_not_jinja_refuses_conversations_only(source: str) ->
             broken.render([{"role": "user", "content": content}])
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{" + "(" * 5000 + ")" * 5000 + "}}", "it is nested too deeply"),
+        ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "too many statically nested blocks"),
+        ("{% break %}", "'break' outside loop"),
+        ("{{ " + "1" * 5000 + " }}", "4300 digits"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_refuses_conversations_only(source: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=rf"cannot be compiled: .*{reason}.*\nhint: repair"):
+        template(source).render([USER])
+
+
 def test_a_broken_tool_template_refuses_conversations() -> None:
     with pytest.raises(RequestError, match="not valid Jinja"):
         template(PLAIN, tool_source="{% for %}").render([USER])

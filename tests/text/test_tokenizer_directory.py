@@ -94,7 +94,9 @@ def test_added_tokens_with_contradicting_ids_are_refused(
         load_tokenizer_directory(tmp_path)
 
 
-@pytest.mark.parametrize("entries", [{"x": {"content": "<tool>"}}, {"900": "<tool>"}])
+@pytest.mark.parametrize(
+    "entries", [{"x": {"content": "<tool>"}}, {"900": "<tool>"}, {"9" * 5000: {"content": "<tool>"}}]
+)
 def test_malformed_added_tokens_are_refused(
     tmp_path: Path, byte_level_tokenizer: Tokenizer, entries: dict[str, Any]
 ) -> None:

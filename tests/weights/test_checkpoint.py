@@ -172,7 +172,7 @@ def test_an_eos_text_the_tokenizer_does_not_know_is_no_token(directory: Path) ->
     assert opened(directory).eos_token_ids == (EOS_ID,)
 
 
-@pytest.mark.parametrize("value", ["2", -1, [1, None, "x"], 1.5, True])
+@pytest.mark.parametrize("value", ["2", [1, None, "x"], 1.5, True])
 def test_an_eos_that_is_no_token_id_is_refused(value: Any, directory: Path) -> None:
     edit_json(directory / "generation_config.json", eos_token_id=value)
     refused(directory, str(directory / "generation_config.json"), "generation_config.json: eos_token_id")
@@ -538,6 +538,15 @@ def test_ids_beyond_the_vocabulary_end_no_text_and_are_told(directory: Path) -> 
         "only max_tokens and a request's own stops end one"
     )
     assert not checkpoint.can_end
+
+
+def test_a_negative_id_in_a_configuration_is_none_of_the_models(directory: Path) -> None:
+    """It says that there is no such token; transformers takes it, too."""
+    edit_json(directory / "config.json", eos_token_id=-1, bos_token_id=-1)
+    checkpoint = opened(directory)
+    assert checkpoint.eos_token_ids[0] == -1 and checkpoint.can_end
+    assert checkpoint.eos_remark == "-1 is beyond the model's ids (0 to 383), so no text ends with it"
+    assert checkpoint.bos_token_id == BOS_ID
 
 
 def test_a_negative_id_in_a_gguf_file_is_beyond_the_vocabulary_too(single: Path, tmp_path: Path) -> None:

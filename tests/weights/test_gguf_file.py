@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,36 @@ def plain_file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     write_tiny_gguf(path, model)
     return path
+
+
+WRONG_TYPES = [
+    ("ggml.model", 5, "text"),
+    ("ggml.tokens", [1, 2, 3], "a list of texts"),
+    ("ggml.pre", ["a", "b"], "text"),
+    ("ggml.token_type", 1, "a list of integers"),
+    ("ggml.token_type", ["a"], "a list of integers"),
+    ("ggml.scores", 1.5, "a list of numbers"),
+    ("ggml.merges", 5, "a list of texts"),
+    ("ggml.merges", [1, 2], "a list of texts"),
+    ("ggml.eos_token_id", "a", "an integer"),
+    ("ggml.bos_token_id", True, "an integer"),
+    ("ggml.eom_token_id", 1.5, "an integer"),
+    ("ggml.padding_token_id", [1], "an integer"),
+    ("ggml.add_bos_token", "a", "true or false"),
+    ("ggml.add_space_prefix", 1, "true or false"),
+    ("chat_template", ["\x1b"], "text"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG_TYPES)
+def test_a_vocabulary_of_wrong_types_is_refused(
+    model: Any, tmp_path: Path, key: str, value: Any, expected: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_tiny_gguf(path, model, metadata={f"tokenizer.{key}": value})
+    message = rf"model\.gguf: tokenizer\.{re.escape(key)} is {re.escape(repr(value))}, but must be {expected}"
+    with pytest.raises(ModelError, match=rf"{message}\nhint: "):
+        GGUFFile(path).vocabulary()
 
 
 def read_all(file: GGUFFile) -> dict[str, torch.Tensor]:

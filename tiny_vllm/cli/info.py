@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -23,8 +22,9 @@ from tiny_vllm.cli.options import (
     engine_config,
     spelt_as_options,
 )
+from tiny_vllm.cli.output import print_error
 from tiny_vllm.config import DTYPE_BYTES, GIB, Choice, EngineConfig, kv_bytes
-from tiny_vllm.errors import ConfigError, ModelError, RequestError
+from tiny_vllm.errors import ConfigError, ModelError, RequestError, written_out
 
 if TYPE_CHECKING:
     from tiny_vllm.engine.build import EnginePlan
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if args.debug:
             raise
         _show_refused(config)
-        print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
+        print_error(spelt_as_options(str(error), vars(args)))
         return EXIT_REFUSED
     _show_machine(plan.config.device)
     _section("model", [*_model_rows(plan.checkpoint), *_text_rows(plan.checkpoint, tokenizer)])
@@ -165,7 +165,7 @@ def _known(find: Callable[[], Found]) -> Found | None:
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> None:
     print(title)
     for name, value in rows:
-        print(f"  {name:31} {value}")
+        print(f"  {name:31} {written_out(str(value))}")
     print()
 
 

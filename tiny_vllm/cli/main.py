@@ -16,7 +16,7 @@ from typing import Any
 
 from tiny_vllm.cli import bench, chat, demo, generate, info, serve
 from tiny_vllm.cli.options import spelt_as_options
-from tiny_vllm.cli.output import OutputError, guarded_stdout
+from tiny_vllm.cli.output import OutputError, guarded_stdout, print_error
 from tiny_vllm.engine.available_memory import is_out_of_memory
 from tiny_vllm.errors import TinyVLLMError
 
@@ -73,27 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error))
         return EXIT_FAULT
     except TinyVLLMError as error:
         if args.debug:
             raise
-        print(f"error: {spelt_as_options(str(error), vars(args))}", file=sys.stderr)
+        print_error(spelt_as_options(str(error), vars(args)))
         return EXIT_USAGE
     except Exception as error:
         if args.debug:
             raise
         if is_out_of_memory(error):
-            print(
-                f"error: memory ran out: {str(error) or type(error).__name__}\n"
-                "hint: free memory, or raise what limits it: ulimit -v, the container's limit",
-                file=sys.stderr,
+            print_error(
+                f"memory ran out: {str(error) or type(error).__name__}\n"
+                "hint: free memory, or raise what limits it: ulimit -v, the container's limit"
             )
             return EXIT_FAULT
-        print(
-            f"error: unexpected {type(error).__name__}: {error}\n"
-            "hint: this is a fault of tiny-vllm; --debug shows where it happened",
-            file=sys.stderr,
+        print_error(
+            f"unexpected {type(error).__name__}: {error}\n"
+            "hint: this is a fault of tiny-vllm; --debug shows where it happened"
         )
         return EXIT_FAULT
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from tiny_vllm.errors import TinyVLLMError
+from tiny_vllm.errors import TinyVLLMError, written_out
 
 
 class OutputError(TinyVLLMError):
@@ -16,6 +16,11 @@ class OutputError(TinyVLLMError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"cannot write the output: {reason}")
+
+
+def print_error(text: str) -> None:
+    """To stderr. Names of files may hold anything: no terminal shall obey them."""
+    print("\n".join(map(written_out, f"error: {text}".split("\n"))), file=sys.stderr)
 
 
 @contextmanager

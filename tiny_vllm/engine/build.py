@@ -41,7 +41,7 @@ from tiny_vllm.engine.runner import Runner
 from tiny_vllm.engine.sampler import Sampler
 from tiny_vllm.engine.slot_table import SlotTable
 from tiny_vllm.engine.transfers import transfers_to
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import ConfigError, written_out
 from tiny_vllm.kernels.cpu_decode import has_numba
 from tiny_vllm.kernels.cuda.driver import CudaFunction
 from tiny_vllm.kernels.cuda.errors import CudaKernelError
@@ -295,7 +295,7 @@ def _build(plan: EnginePlan, progress: Callable[[int, int], None] | None) -> Eng
     for choice in plan.choices:
         logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
     if checkpoint.eos_remark is not None and not checkpoint.can_end:
-        logger.warning("%s: %s", checkpoint.name, checkpoint.eos_remark)
+        logger.warning("%s: %s", written_out(checkpoint.name), checkpoint.eos_remark)
     assert config.num_pages and config.max_num_seqs and config.max_model_len
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)

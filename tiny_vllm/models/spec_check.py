@@ -26,6 +26,11 @@ def checked(spec: ModelSpec) -> ModelSpec:
             "heads",
             hint=REPAIR,
         )
+    if spec.max_position_embeddings < 2:
+        raise ModelError(
+            "the context of the model is 1 token, but must be at least 2: one of a prompt, one of its output",
+            hint=REPAIR,
+        )
     for rope in (spec.rope, spec.sliding_rope):
         if rope is not None and rope.theta <= 1.0:
             raise ModelError(f"rope_theta is {rope.theta}, but must be above 1", hint=REPAIR)

@@ -137,7 +137,8 @@ def schema_error(error: ValidationError) -> ApiError:
     texts = []
     for fault in faults[:MAX_SHOWN_ERRORS]:
         place = printable(".".join(str(part) for part in fault["loc"]), MAX_PLACE_LEN)
-        text = f"{place}: {fault['msg']}" if place else str(fault["msg"])
+        reason = "there is no such option" if fault["type"] == "extra_forbidden" else fault["msg"]
+        text = f"{place}: {reason}" if place else str(reason)
         is_of_value = fault["msg"].startswith("Input should be")
         texts.append(f"{text}, not {shown(fault['input'])}" if is_of_value else text)
     if len(faults) > MAX_SHOWN_ERRORS:

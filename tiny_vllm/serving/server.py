@@ -23,7 +23,7 @@ from types import FrameType
 import uvicorn
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError, EngineDead, TinyVLLMError
+from tiny_vllm.errors import ConfigError, EngineDead, TinyVLLMError, written_out
 from tiny_vllm.serving.app import create_app
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
@@ -60,10 +60,11 @@ def serve(
         address = listener.getsockname()
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         with contextlib.suppress(OSError):  # a full disk behind stderr is no reason not to serve
-            print(f"{model.name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
+            name = written_out(model.name)
+            print(f"{name}: listening on http://{host}:{address[1]}", file=sys.stderr, flush=True)
             if model.recommendation is not None:
                 print(
-                    f"requests that do not set them have {model.recommendation} "
+                    f"requests that do not set them have {written_out(model.recommendation)} "
                     "(--generation-config none: OpenAI's)",
                     file=sys.stderr,
                     flush=True,

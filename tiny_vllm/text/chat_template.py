@@ -24,6 +24,8 @@ CALL_FIELDS = ("tool_calls", "function_call")
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 """What a request says in fields of its own."""
 
+REPAIR = "repair the template, or send a prompt as text"
+
 ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
 """Some templates put the role between the parts of a control token, so it must not have parts of its own."""
 
@@ -147,7 +149,16 @@ class ChatTemplate:
             raise RequestError(
                 f"this model's chat template is not valid Jinja: line {error.lineno}: "
                 f"{printable(error.message or '', MAX_REASON_LEN)}",
-                hint="repair the template, or send a prompt as text",
+                hint=REPAIR,
+            ) from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # Jinja writes Python, which has limits of its own.
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            if isinstance(error, RecursionError | MemoryError):
+                reason = "it is nested too deeply"
+            raise RequestError(
+                f"this model's chat template cannot be compiled: {printable(reason, MAX_REASON_LEN)}",
+                hint=REPAIR,
             ) from None
         return _Compiled(
             template, tool_template, takes_tools="tools" in variables, wants_parts=self._takes_parts(template)

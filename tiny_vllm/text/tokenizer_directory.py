@@ -18,6 +18,9 @@ from tiny_vllm.text.tokenizer import Tokenizer
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 TOOL_TEMPLATE_NAME = "tool_use"
 
+MAX_ID_DIGITS = 20
+"""More than any token id has; Python refuses to read some thousand."""
+
 REPAIR = "correct the file, or download it again"
 """The hint for a file that cannot be used."""
 
@@ -129,7 +132,7 @@ def _added_tokens(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
             hint=REPAIR,
         )
     for key, entry in entries.items():
-        if not key.isdecimal() or not isinstance(entry, Mapping):
+        if not key.isdecimal() or len(key) > MAX_ID_DIGITS or not isinstance(entry, Mapping):
             raise ModelError(
                 "added_tokens_decoder of tokenizer_config.json has the entry "
                 f"{shown(key)}: {shown(entry)}, but must map token ids to objects",

@@ -224,7 +224,7 @@ def _open_directory(path: Path, *, dummy: bool, has_text: bool) -> Checkpoint:
         source = SafetensorsFiles(files, weight_map)
         names = match_tensors(spec, source.shapes, where=str(directory))
         spec = replace(spec, dtype=source.dtype(names))
-    bos = token_ids(directory, config, "bos") if has_text else ()
+    bos = [token for token in token_ids(directory, config, "bos") if token >= 0] if has_text else []
     generation_config = directory / GENERATION_CONFIG
     has_tokenizer = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return Checkpoint(

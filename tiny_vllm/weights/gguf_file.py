@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiny_vllm.errors import ModelError, printable
+from tiny_vllm.errors import ModelError, printable, shown
 from tiny_vllm.models.gguf_metadata import RopeTensors, architecture_of, spec_from_gguf
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
@@ -45,6 +46,36 @@ ROPE_TENSORS: Mapping[str, str] = {
     "long": "rope_factors_long.weight",
 }
 """Field of RopeTensors -> tensor."""
+
+
+KINDS: Mapping[str, type | UnionType] = {
+    "text": str,
+    "an integer": int,
+    "true or false": bool,
+    "a list of texts": str,
+    "a list of integers": int,
+    "a list of numbers": int | float,
+}
+"""What a value may be, in words -> its type, or that of what it lists."""
+
+VOCABULARY: Mapping[str, tuple[str, str]] = {
+    "model": ("tokenizer.ggml.model", "text"),
+    "pre": ("tokenizer.ggml.pre", "text"),
+    "tokens": ("tokenizer.ggml.tokens", "a list of texts"),
+    "token_types": ("tokenizer.ggml.token_type", "a list of integers"),
+    "scores": ("tokenizer.ggml.scores", "a list of numbers"),
+    "merges": ("tokenizer.ggml.merges", "a list of texts"),
+    "bos_token_id": ("tokenizer.ggml.bos_token_id", "an integer"),
+    "eos_token_id": ("tokenizer.ggml.eos_token_id", "an integer"),
+    "eot_token_id": ("tokenizer.ggml.eot_token_id", "an integer"),
+    "unk_token_id": ("tokenizer.ggml.unknown_token_id", "an integer"),
+    "pad_token_id": ("tokenizer.ggml.padding_token_id", "an integer"),
+    "add_bos_token": ("tokenizer.ggml.add_bos_token", "true or false"),
+    "add_eos_token": ("tokenizer.ggml.add_eos_token", "true or false"),
+    "add_space_prefix": ("tokenizer.ggml.add_space_prefix", "true or false"),
+    "chat_template": ("tokenizer.chat_template", "text"),
+}
+"""Field of GGUFVocabulary -> its key, and what its value must be."""
 
 
 class GGUFFile:
@@ -102,26 +133,24 @@ class GGUFFile:
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def vocabulary(self) -> GGUFVocabulary:
-        """The tokenizer's data. Raises ModelError if the file has none."""
-        get = self.metadata.get
-        if not isinstance(get("tokenizer.ggml.tokens"), list):
-            raise ModelError(f"{self.path} holds no tokenizer", hint="pass tokenizer=")
-        return GGUFVocabulary(
-            model=str(get("tokenizer.ggml.model")),
-            pre=get("tokenizer.ggml.pre"),
-            tokens=get("tokenizer.ggml.tokens", []),
-            token_types=get("tokenizer.ggml.token_type"),
-            scores=get("tokenizer.ggml.scores"),
-            merges=get("tokenizer.ggml.merges"),
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self._token_id("eos"),
-            eot_token_id=self._token_id("eot"),
-            unk_token_id=self._token_id("unknown"),
-            pad_token_id=self._token_id("padding"),
-            add_bos_token=get("tokenizer.ggml.add_bos_token"),
-            add_eos_token=get("tokenizer.ggml.add_eos_token"),
-            add_space_prefix=get("tokenizer.ggml.add_space_prefix"),
-            chat_template=get("tokenizer.chat_template"),
+        """The tokenizer's data. Raises ModelError if the file has none, and for values of a wrong type."""
+        values = {field: self._vocabulary_value(key, kind) for field, (key, kind) in VOCABULARY.items()}
+        for field in ("tokens", "model"):
+            if values[field] is None:
+                raise ModelError(
+                    f"{self.path} holds no tokenizer: it has no {VOCABULARY[field][0]}",
+                    hint="pass tokenizer=",
+                )
+        self._vocabulary_value("tokenizer.ggml.eom_token_id", "an integer")
+        return GGUFVocabulary(**values)
+
+    def _vocabulary_value(self, key: str, kind: str) -> Any:
+        value = self.metadata.get(key)
+        if value is None or _is_of_kind(value, kind):
+            return value
+        raise ModelError(
+            f"{self.path}: {key} is {shown(value)}, but must be {kind}",
+            hint="download the file again, or use another tokenizer: pass tokenizer=",
         )
 
     def read(self, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -171,6 +200,17 @@ class GGUFFile:
                     f"{self.path} is truncated: it has {size} bytes, but tensor {name} ends at byte {end}",
                     hint="download it again",
                 )
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    """kind: of KINDS. All items of a list have one type in a GGUF file, so the first one tells."""
+    if kind.startswith("a list"):
+        if not isinstance(value, list):
+            return False
+        if not value:
+            return True
+        value = value[0]
+    return isinstance(value, KINDS[kind]) and isinstance(value, bool) == (KINDS[kind] is bool)
 
 
 def _type_name(tensor: GGUFTensor) -> str:

@@ -100,7 +100,7 @@ def token_ids(directory: Path, config: Mapping[str, Any], kind: str) -> tuple[in
     """Ids of the "eos" or "bos" token, united from all of a directory's files in order of appearance.
 
     config: contents of config.json. directory: where generation_config.json and tokenizer_config.json are
-    looked for.
+    looked for. Negative ones are among them: they say that there is no such token.
     """
     key = f"{kind}_token_id"
     generation = directory / GENERATION_CONFIG
@@ -143,14 +143,14 @@ def tokenizer_token_ids(directory: Path, kind: str) -> tuple[int, ...]:
             "tokenizers library writes them",
             hint="download it again",
         ) from error
-    return tuple(_ids(ids.get(text), f"{directory}: the id of {shown(text)}"))
+    return tuple(_ids(ids.get(text), f"{directory}: the id of {shown(text)}", may_be_none=False))
 
 
-def _ids(value: object, name: str) -> Iterator[int]:
+def _ids(value: object, name: str, *, may_be_none: bool = True) -> Iterator[int]:
     for token in value if isinstance(value, list) else [value]:
         if token is None:
             continue
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int) or (token < 0 and not may_be_none):
             raise ModelError(
                 f"{name} is {shown(value)}, but must be a token id or a list of them",
                 hint="correct the file, or download it again",
