@@ -30,7 +30,6 @@ constexpr int WEIGHT_SHARE = HALF_COLUMNS / CLUSTER;  // what a block copies of 
 constexpr u32 X_BYTES = ROWS * TERMS * 2, WEIGHT_BYTES = COLUMNS * TERMS * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
 constexpr int GROUPS = HALF_COLUMNS / 8;
-constexpr bool STREAMS = CLUSTER == 1;
 static_assert(WEIGHT_SHARE % 8 == 0, "shares begin where the permutation does");
 static_assert(COLUMNS % (8 * HALVES) == 0 && COLUMNS <= 256, "columns of a product");
 
@@ -84,10 +83,8 @@ struct Producer {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const u32 target = shared.weight(stage) + (half * HALF_COLUMNS + work.rank * WEIGHT_SHARE) * TERMS * 2;
-      if (STREAMS)
+      if (CLUSTER == 1)
         stream_box(target, p.weight, term(step), weight_row(half), full, streaming_policy());
-      else if (CLUSTER == 1)
-        copy_box(target, p.weight, term(step), weight_row(half), full);
       else
         copy_box_to_all(target, p.weight, term(step), weight_row(half), full);
     }
