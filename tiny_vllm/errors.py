@@ -15,6 +15,8 @@ A message names what was wrong, the value, the limit, and ends with a hint.
 from __future__ import annotations
 
 MAX_SHOWN_LEN = 80
+MAX_PATH_LEN = 500
+"""Of a path: its end tells most."""
 MAX_REASON_LEN = 500
 """Of what a library, or the template of a model, says."""
 
@@ -74,7 +76,7 @@ class EngineDead(TinyVLLMError):
     """The engine loop has stopped and takes no more work."""
 
 
-def shown(value: object) -> str:
+def shown(value: object, max_len: int = MAX_SHOWN_LEN) -> str:
     """A value as a message shows it: bounded, marked where it is cut, and never failing as integers of some
     thousand digits do when printed."""
     if isinstance(value, int) and value.bit_length() > 256:
@@ -83,7 +85,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # it holds such an integer
         return f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN_LEN else f"{text[:MAX_SHOWN_LEN]} ..."
+    return text if len(text) <= max_len else f"{text[:max_len]} ..."
 
 
 def printable(text: str, max_len: int = MAX_SHOWN_LEN) -> str:

@@ -243,6 +243,8 @@ def test_dummy_weights_of_the_bundled_model() -> None:
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "there is no model at", "absent")
     refused(tmp_path / "absent.gguf", "there is no model at", "absent.gguf")
+    deep = tmp_path.joinpath(*(["directory"] * 20), "absent")
+    refused(deep, "there is no model at", f"'{deep}'")
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])

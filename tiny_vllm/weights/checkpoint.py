@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.config import Choice, GenerationConfig
-from tiny_vllm.errors import ConfigError, ModelError, printable, shown
+from tiny_vllm.errors import MAX_PATH_LEN, ConfigError, ModelError, printable, shown
 from tiny_vllm.models.hf_config import spec_from_hf_config
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.weights.bundled import bundled_model_path
@@ -158,15 +158,16 @@ def _resolve(what: str, name: str, *, weights: bool) -> Path:
     """An existing path, fetched from the hub if the name is none. what: "model" or "tokenizer"."""
     if not name:
         raise ModelError(f"the name of the {what} is empty", hint=f"name a path or leave {what} out")
+    given = shown(name, MAX_PATH_LEN)
     try:
         path = Path(name).expanduser()
         if path.exists():
             return path
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of ~ is not known
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ModelError(f"{what} {shown(name)} cannot be opened: {reason}", hint="check the path") from None
+        raise ModelError(f"{what} {given} cannot be opened: {reason}", hint="check the path") from None
     if not is_hub_id(name):
-        raise ModelError(f"there is no {what} at {shown(name)}", hint="check the path")
+        raise ModelError(f"there is no {what} at {given}", hint="check the path")
     return fetch_model(name, weights=weights)
 
 

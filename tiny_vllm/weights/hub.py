@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tiny_vllm.errors import ModelError, shown
+from tiny_vllm.errors import MAX_PATH_LEN, ModelError, shown
 from tiny_vllm.weights.hf_directory import INDEX, SINGLE_FILE, read_weight_map
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -48,17 +48,17 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(**arguments))
     except GatedRepoError as error:
         raise ModelError(
-            f"hub model {shown(hub_id)} needs permission",
+            f"hub model {shown(hub_id, MAX_PATH_LEN)} needs permission",
             hint="accept its licence, then log in with `hf auth login`",
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(
-            f"{shown(hub_id)} is neither a path on this machine nor a model on the hub",
+            f"{shown(hub_id, MAX_PATH_LEN)} is neither a path on this machine nor a model on the hub",
             hint="check the spelling",
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
         raise ModelError(
-            f"{shown(hub_id)} is no path on this machine, and the hub cannot be reached "
+            f"{shown(hub_id, MAX_PATH_LEN)} is no path on this machine, and the hub cannot be reached "
             f"({type(error).__name__})",
             hint="check the path or the network; without model= the bundled model is used",
         ) from error
