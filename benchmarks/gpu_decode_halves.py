@@ -60,7 +60,9 @@ def sized(head_dim: int, product_kib: int | None, stages: int | None) -> Iterato
                 stack.enter_context(mock.patch.dict(variants, {head_dim: own}))
             # As few registers as two blocks would have.
             bounds = "__launch_bounds__(THREADS, BLOCKS)"
-            text = attention.source().replace(bounds, "__launch_bounds__(THREADS, 2)")
+            text = attention.source()
+            assert text.count(bounds) == 1, f"not once in the kernel's source: {bounds}"
+            text = text.replace(bounds, "__launch_bounds__(THREADS, 2)")
             stack.enter_context(mock.patch.object(attention, "source", lambda: text))
         forget()
         yield

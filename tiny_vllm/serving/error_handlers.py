@@ -7,12 +7,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tiny_vllm.errors import TinyVLLMError, printable
+from tiny_vllm.errors import MAX_PATH_LEN, TinyVLLMError, printable
 from tiny_vllm.serving.body import BodyTooLong, EarlyResponse
 from tiny_vllm.serving.errors import ApiError, api_error
 from tiny_vllm.serving.gate import error_response
-
-MAX_PATH_LEN = 200
 
 
 def add_error_handlers(app: FastAPI) -> None:

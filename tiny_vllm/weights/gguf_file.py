@@ -141,6 +141,7 @@ class GGUFFile:
                     f"{self.path} holds no tokenizer: it has no {VOCABULARY[field][0]}",
                     hint="pass tokenizer=",
                 )
+        # Only `eos_token_ids` uses it, which passes over what is no integer.
         self._vocabulary_value("tokenizer.ggml.eom_token_id", "an integer")
         return GGUFVocabulary(**values)
 

@@ -17,8 +17,8 @@ from tiny_vllm.kernels.cuda import driver
 
 MAP_BYTES = 128
 # Numbers of cuda.h: CUtensorMapDataType; no interleaving; 128-byte swizzle; no promotion of reads to larger
-# ones in L2; zeros beyond the tensor. With promotion to 256 bytes, attention of large batches read 6 to 8 %
-# more slowly on an H200.
+# ones in L2; zeros beyond the tensor. With promotion to 256 bytes, attention of large batches took 5 to 8 %
+# longer on an H200.
 DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 NO_INTERLEAVE, SWIZZLE_128B, NO_PROMOTION, ZEROS = 0, 3, 0, 0
 

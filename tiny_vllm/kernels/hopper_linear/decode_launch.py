@@ -46,8 +46,8 @@ MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
 # For `estimate_cycles`, per cycle: products of a multiprocessor's tensor cores, bytes of its shared memory
 # and of what it gets from the L2 cache; bytes of W that all get from memory, bytes of parts written and read.
 # The first and the second are the hardware's. The others, and the factor by which products take longer, are
-# fitted to 1,000 cases of three models on an H200: what is then chosen takes 1.3 % longer than the best on
-# average, at worst 10 %, with the kernel that adds the parts of output and down.
+# fitted to 1,000 cases of three models on an H200: what is then chosen takes 1.5 % longer than the best on
+# average, at worst 13 %, with the kernel that adds the parts of output and down.
 PRODUCTS_PER_CYCLE, PRODUCTS_TAKE = 2048, 1.2
 SHARED_BYTES_PER_CYCLE, L2_BYTES_PER_CYCLE = 128, 40
 WEIGHT_BYTES_PER_CYCLE, PART_BYTES_PER_CYCLE = 2600, 500
