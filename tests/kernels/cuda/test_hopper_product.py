@@ -22,6 +22,7 @@ from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
     MAX_ROWS,
     MIN_ROWS,
+    PAIRED_WEIGHTS,
     SHARED_LIMIT,
     Variant,
     candidates,
@@ -213,14 +214,17 @@ def test_a_choice_holds_all_rows_and_fits_into_a_multiprocessor(rows: int) -> No
         (64, (2048, 2048), False, Variant(1, 48, 3)),
         (96, (2048, 2048), False, Variant(2, 48, 3)),
         (128, (4096, 1024), False, Variant(2, 48, 1)),
-        (128, (4096, 4096), False, Variant(2, 64, 2)),
+        (128, (4096, 4096), False, Variant(1, 128, 2, 2)),
+        (128, (6144, 4096), False, Variant(1, 96, 1, 2)),
         (256, (2048, 8192), False, Variant(2, 96, 3, 2)),
         (32, (3072, 1024), True, Variant(1, 64)),
         (64, (8192, 2048), True, Variant(1, 128)),
-        (64, (14336, 4096), True, Variant(1, 256)),
+        (64, (14336, 4096), True, Variant(1, 224)),
         (128, (8192, 2048), True, Variant(2, 128)),
+        (128, (14336, 4096), True, Variant(2, 224)),
         (192, (8192, 2048), True, Variant(3, 128)),
         (256, (8192, 2048), True, Variant(2, 256, 1, 2)),
+        (256, (14336, 4096), True, Variant(2, 224, 1, 2)),
     ],
 )
 def test_what_was_fastest_on_an_h200_is_chosen(
@@ -247,6 +251,14 @@ def test_rows_are_a_tile_or_two_halves_that_share_weights(
     assert {(variant.warpgroups, variant.row_blocks) for variant in found} == tiles
     # Of five steps at most five parts.
     assert {variant.splits for variant in found} == ({1} if gated else {1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_128_rows_are_shared_out_where_weights_are_many(gated: bool) -> None:
+    assert PAIRED_WEIGHTS == 4096 * 4096
+    for terms, is_paired in ((4096, not gated), (4032, False)):
+        found = candidates(128, 4096, terms, gated)
+        assert any(variant.row_blocks == 2 for variant in found) == is_paired
 
 
 @pytest.mark.parametrize(

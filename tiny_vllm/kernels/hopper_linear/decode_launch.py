@@ -39,8 +39,11 @@ MOST_STAGES = 8
 WRITTEN_WIDTHS = (64, 128, 256)
 # Rows of W of a tile, and parts of K, that `choose_variant` considers.
 WIDTHS = (48, 64, 96, 128, 192)
-GATED_WIDTHS = (64, 96, 128, 192, 256)
+GATED_WIDTHS = (64, 96, 112, 128, 192, 224, 256)
 SPLITS = (1, 2, 3, 4)
+# Pairs of blocks with 64 rows each are slower by themselves, but move less. With weights of so many values a
+# step runs at the card's power limit, and gains.
+PAIRED_WEIGHTS = 1 << 24
 # Sums of a thread, by warpgroups: what all threads have of registers leaves room for no more.
 MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
 # For `estimate_cycles`, per cycle: products of a multiprocessor's tensor cores, bytes of its shared memory
@@ -145,9 +148,10 @@ def estimate_cycles(variant: Variant, rows: int, width: int, terms: int, gated: 
 
 
 def candidates(rows: int, width: int, terms: int, gated: bool) -> Iterator[Variant]:
-    """Tiles that hold all rows, and, of four warpgroups, pairs with half of them each."""
+    """Tiles that hold all rows, and pairs with half of them each."""
     groups = ceil_div(rows, 64)
-    for row_blocks in (1, 2) if groups == 4 else (1,):
+    has_pairs = groups == 4 or (groups == 2 and not gated and width * terms >= PAIRED_WEIGHTS)
+    for row_blocks in (1, 2) if has_pairs else (1,):
         warpgroups = groups // row_blocks
         for columns in GATED_WIDTHS if gated else WIDTHS:
             if columns // 2 > MOST_SUMS[warpgroups] or columns // (2 if gated else 1) % (8 * row_blocks):
