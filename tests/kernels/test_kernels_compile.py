@@ -262,15 +262,17 @@ def test_kernels_for_many_tokens() -> None:
     assert len(kernels) == 9
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (128, 128), (256, 64)])
 def test_rotation_moves_16_bytes_at_a_time_and_nothing_through_shared_memory(
-    head_dim: int, rotary_dim: int, dtype: torch.dtype
+    head_dim: int, rotary_dim: int, dtype: torch.dtype, has_norms: bool
 ) -> None:
+    norms = HeadNorms(*meta(2, head_dim, dtype=torch.float32), 1e-6) if has_norms else None
     cache, tokens = meta(100, 8, 16, head_dim, dtype=dtype), meta(512, dtype=torch.int64)
     with compiling() as kernels:
         step = prepare_rope(meta(4096, rotary_dim, dtype=torch.float32), tokens, tokens, 8, 16)
-        rope_and_cache(meta(512, 48 * head_dim, dtype=dtype), step, cache, cache, 32)
+        rope_and_cache(meta(512, 48 * head_dim, dtype=dtype), step, cache, cache, 32, norms)
     check(kernels)
     ptx = kernels[0].ptx
     # Besides, a position and a cell.

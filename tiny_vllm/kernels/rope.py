@@ -1,12 +1,14 @@
 """Rotary position embedding of q and k, and the write of k and v into their pages, in one op.
 
+Where heads of q and k have an RMSNorm of their own, it comes first and is part of the op.
+
 Each pair (x[i], x[i + R/2]) of the first R dimensions of a head is turned by the angle of its position:
     x[i] cos - x[i + R/2] sin,   x[i + R/2] cos + x[i] sin          (half-split pairs, i < R/2)
 
 qkv [T, (Hq + 2 Hkv) * D], columns q, k, v, heads in order. cos_sin [max_len, R] FP32, a row is cos then sin
 of one position. k_cache, v_cache [num_pages, Hkv, page_size, D]. FP32 arithmetic, results rounded once to
-qkv's type. Moves about 2 * T * (Hq + 2 Hkv) * D values: memory-bound. Source: Su et al. 2021,
-arXiv 2104.09864.
+qkv's type; the torch operators round what is normed, too. Moves about 2 * T * (Hq + 2 Hkv) * D values:
+memory-bound. Source: Su et al. 2021, arXiv 2104.09864.
 
 Everything that depends only on the positions and cells is the same in every layer: on a CPU `prepare_rope`
 computes it once per step. The Triton kernel reads positions and cells itself; a program takes some heads of
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_scales, write_rows
+from tiny_vllm.kernels.rms_norm import rms_norm_ref
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     jit,
@@ -38,6 +41,15 @@ from tiny_vllm.kernels.triton_support import (
 # fewer, Triton sends all heads through shared memory instead.
 HEADS_PER_PROGRAM = 16
 THREADS_PER_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm weights [D] of the heads of queries and of keys."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +100,26 @@ def _gather(
     )
 
 
-def rope_and_cache_ref(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
-    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]."""
+def rope_and_cache_ref(
+    qkv: Tensor,
+    step: RopeStep,
+    k_cache: Cache,
+    v_cache: Cache,
+    num_heads: int,
+    head_norms: HeadNorms | None = None,
+) -> Tensor:
+    """As torch operators."""
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     if isinstance(step, PositionRope):
         step = _gather(step.cos_sin, step.positions, step.cells, num_kv_heads, page_size)
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    rotated = _rotate(heads[:, : num_heads + num_kv_heads], step)
-    keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
+    q, k, values = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    turned = heads[:, : num_heads + num_kv_heads]
+    if head_norms is not None:
+        eps = head_norms.eps
+        turned = torch.cat((rms_norm_ref(q, head_norms.q, eps), rms_norm_ref(k, head_norms.k, eps)), 1)
+    rotated = _rotate(turned, step)
+    keys = rotated[:, num_heads:]
     write_rows(k_cache, step.rows, keys.reshape(-1, head_dim))
     write_rows(v_cache, step.rows, values.reshape(-1, head_dim))
     return rotated[:, :num_heads]
@@ -120,8 +144,11 @@ def _rope_and_cache_kernel(
     cos_sin_ptr,
     positions_ptr,
     cells_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     k_scales_ptr,
     v_scales_ptr,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -130,7 +157,7 @@ def _rope_and_cache_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """k_scales_ptr and v_scales_ptr are None unless the cache is in FP8."""
+    """Both norms may be None, and so may both scales, unless the cache is in FP8."""
     TYPE: tl.constexpr = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEADS
@@ -151,10 +178,18 @@ def _rope_and_cache_kernel(
     is_turned = is_rotated & (head < NUM_HEADS + NUM_KV_HEADS)
     cos = tl.where(is_turned, tl.load(angle, mask=is_rotated, other=1.0), 1.0)
     sin = tl.where(is_turned, tl.load(angle + ROTARY_DIM // 2, mask=is_rotated, other=0.0), 0.0)
+    is_q = mask & (head < NUM_HEADS)
+    if q_norm_ptr is not None:
+        is_k = mask & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+        norm = tl.rsqrt(tl.sum(first * first + second * second, 1) / HEAD_DIM + eps)[:, None]
+        norm = tl.where(head < NUM_HEADS + NUM_KV_HEADS, norm, 1.0)
+        first *= norm * tl.load(q_norm_ptr + low, mask=is_q, other=1.0).to(tl.float32)
+        first *= tl.load(k_norm_ptr + low, mask=is_k, other=1.0).to(tl.float32)
+        second *= norm * tl.load(q_norm_ptr + high, mask=is_q, other=1.0).to(tl.float32)
+        second *= tl.load(k_norm_ptr + high, mask=is_k, other=1.0).to(tl.float32)
     turned_first = (first * cos - second * sin).to(TYPE)
     turned_second = (second * cos + first * sin).to(TYPE)
 
-    is_q = mask & (head < NUM_HEADS)
     q_row = q_ptr + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     tl.store(q_row + low, turned_first, mask=is_q)
     tl.store(q_row + high, turned_second, mask=is_q)
@@ -183,7 +218,12 @@ def _rope_and_cache_kernel(
 
 @with_fallback(rope_and_cache_ref)
 def _launch_rope_and_cache(
-    qkv: Tensor, step: PositionRope, k_cache: Cache, v_cache: Cache, num_heads: int
+    qkv: Tensor,
+    step: PositionRope,
+    k_cache: Cache,
+    v_cache: Cache,
+    num_heads: int,
+    head_norms: HeadNorms | None = None,
 ) -> Tensor:
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     assert qkv.is_contiguous()
@@ -200,8 +240,11 @@ def _launch_rope_and_cache(
         step.cos_sin,
         step.positions,
         step.cells,
+        None if head_norms is None else head_norms.q,
+        None if head_norms is None else head_norms.k,
         k_scales,
         v_scales,
+        None if head_norms is None else head_norms.eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -214,8 +257,16 @@ def _launch_rope_and_cache(
     return q
 
 
-def rope_and_cache(qkv: Tensor, step: RopeStep, k_cache: Cache, v_cache: Cache, num_heads: int) -> Tensor:
-    """Rotate q and k, write k and v to their cells, return q [T, Hq, D]. step: of `prepare_rope`."""
-    if isinstance(step, PositionRope):
-        return _launch_rope_and_cache(qkv, step, k_cache, v_cache, num_heads)
-    return rope_and_cache_ref(qkv, step, k_cache, v_cache, num_heads)
+def rope_and_cache(
+    qkv: Tensor,
+    step: RopeStep,
+    k_cache: Cache,
+    v_cache: Cache,
+    num_heads: int,
+    head_norms: HeadNorms | None = None,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v to their cells, return q [T, Hq, D].
+
+    step: of `prepare_rope`. head_norms: None where heads have no norms."""
+    op = _launch_rope_and_cache if isinstance(step, PositionRope) else rope_and_cache_ref
+    return op(qkv, step, k_cache, v_cache, num_heads, head_norms)

@@ -14,14 +14,12 @@ the same work inside of attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.fp8_cache import Cache, cache_tensors, encode_rows, row_scales
 from tiny_vllm.kernels.rms_norm import rms_norm_ref
-from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.rope import HeadNorms, prepare_rope, rope_and_cache
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
     jit,
@@ -35,15 +33,6 @@ from tiny_vllm.kernels.triton_support import (
 
 # With heads of 64, two pairs of values per thread.
 HEADS_PER_PROGRAM, NUM_WARPS = 8, 4
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm weights [D] of the heads of queries and of keys."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
 
 
 def rope_from_parts_ref(

@@ -25,7 +25,7 @@ from tiny_vllm.kernels.prefill_attention import (
     prepare_prefill_attention,
 )
 from tiny_vllm.kernels.rms_norm import rms_norm
-from tiny_vllm.kernels.rope import RopeStep, prepare_rope, rope_and_cache
+from tiny_vllm.kernels.rope import HeadNorms, RopeStep, prepare_rope, rope_and_cache
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.kv_cache import KVCache
@@ -126,10 +126,11 @@ class Attention:
         if self.softcap is not None or self.sinks is not None:
             self.plain_limit = 0
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
-        self.q_norm, self.k_norm = (
-            None if norm is None else norm.float() + spec.norm_offset
-            for norm in (weights.q_norm, weights.k_norm)
-        )
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q_norm, k_norm = (norm.float() + spec.norm_offset for norm in (weights.q_norm, weights.k_norm))
+            norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
+        self.head_norms, self.whole_norms = (norms, None) if spec.qk_norm == "head" else (None, norms)
         self.output = Linear(weights.output, weights.output_bias)
         self.join = join
 
@@ -137,21 +138,19 @@ class Attention:
         self, hidden: Tensor, residual: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache
     ) -> Tensor:
         qkv = self.qkv(hidden)
-        if self.q_norm is not None and self.k_norm is not None:
-            qkv = self._norm_heads(qkv, self.q_norm, self.k_norm)
-        q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads)
+        if self.whole_norms is not None:
+            qkv = self._norm_whole(qkv, self.whole_norms)
+        q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads, self.head_norms)
         attended = self._attend(q, step, k_cache, v_cache).flatten(1)
         if self.join.is_sum:
             return self.output.add(attended, residual)
         return self.join(self.output(attended), residual)
 
-    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """qkv [T, qkv_size] with q and k normed, over as many values as the weights have."""
+    def _norm_whole(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
+        """qkv [T, qkv_size], all of q and all of k normed."""
         spec = self.spec
         q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], -1)
-        q = rms_norm(q.reshape(-1, len(q_norm)), q_norm, spec.rms_norm_eps).view(q.shape)
-        k = rms_norm(k.reshape(-1, len(k_norm)), k_norm, spec.rms_norm_eps).view(k.shape)
-        return torch.cat((q, k, v), -1)
+        return torch.cat((rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), v), -1)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         is_plain = step.longest <= self.plain_limit

@@ -9,7 +9,7 @@ from torch import Tensor
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.qkv_rope_and_cache import _launch_qkv_rope_and_cache
 from tiny_vllm.kernels.rms_norm import rms_norm
-from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
+from tiny_vllm.kernels.rope import HeadNorms, prepare_rope, rope_and_cache
 from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.token_inputs import _launch_read_tokens, read_tokens_ref
 from tiny_vllm.kernels.triton_support import INTERPRETED
@@ -119,16 +119,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_rope_and_cache(device: torch.device, case: str, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("tokens", "has_norms"), [(1, False), (6, False), (6, True)])
+def test_rope_and_cache(
+    device: torch.device, case: str, tokens: int, has_norms: bool, dtype: torch.dtype
+) -> None:
     num_heads, num_kv_heads, head_dim, rotary_dim, page_size = HEADS[case]
     heads = Heads(tokens, num_kv_heads, head_dim, rotary_dim, page_size, dtype, device)
     qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(dtype)
     step = prepare_rope(heads.cos_sin, heads.positions, heads.cells, num_kv_heads, page_size)
-    actual = rope_and_cache(qkv, step, heads.k_cache, heads.v_cache, num_heads)
     q, k, v = qkv.view(tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
-    check(actual, heads.turn(q), dtype, size=4.0)
-    heads.check_caches(heads.turn(k), v.double(), dtype, size=4.0)
+    norms, size = None, 4.0
+    if has_norms:
+        norms = HeadNorms(*(1 + 0.5 * torch.rand(2, head_dim, device=device)), 1e-3)
+        q, k = (
+            x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + norms.eps) * weight.double()
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )
+        size = 1.5 * head_dim**0.5
+    actual = rope_and_cache(qkv, step, heads.k_cache, heads.v_cache, num_heads, norms)
+    check(actual, heads.turn(q), dtype, size=size)
+    heads.check_caches(heads.turn(k), v.double(), dtype, size=size)
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
