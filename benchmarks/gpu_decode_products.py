@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import Report, rotate, time_graph
 from tiny_vllm.kernels.finish_rows import finish_rows
+from tiny_vllm.kernels.gated_activation import gated_activation, gated_activation_ref
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
     Variant,
     candidates,
@@ -42,7 +43,6 @@ from tiny_vllm.kernels.hopper_linear.decode_launch import (
     load_product,
 )
 from tiny_vllm.kernels.hopper_linear.launch import multiply_gated
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 from tiny_vllm.kernels.tiled_linear import choose_split_tiles, split_linear, tiled_linear
 
 # Rows of W (gated: of gate), terms.
@@ -145,7 +145,7 @@ class Bench:
         """x, and the FP32 answer for the first weights."""
         x = self.random(rows, matrix[1])
         y = F.linear(x.float(), self.weights(matrix, gated)[0].float())
-        return x, silu_and_mul_ref(y) if gated else y
+        return x, gated_activation_ref(y, "silu") if gated else y
 
     def multiply(self, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
         """x, weight -> parts; gated: the result."""
@@ -188,7 +188,7 @@ def _cublas(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _cublas_gated(x: Tensor, weight: Tensor) -> Tensor:
-    return silu_and_mul(F.linear(x, weight))
+    return gated_activation(F.linear(x, weight), "silu")
 
 
 def _prompts(x: Tensor, weight: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_timing import Report, rotate, time_graph
+from tiny_vllm.kernels.gated_activation import gated_activation, gated_activation_ref
 from tiny_vllm.kernels.hopper_linear.launch import multiply_gated
 from tiny_vllm.kernels.rms_norm import rms_norm
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ MAX_ERROR = 2**-7
 
 
 def _gate_after(x: Tensor, weight: Tensor) -> Tensor:
-    return silu_and_mul(F.linear(x, weight))
+    return gated_activation(F.linear(x, weight), "silu")
 
 
 def _add_after(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Bench:
         shape, T = self.shape, self.num_tokens
         x, weight = self.random(T, shape.hidden), self.matrix(2 * shape.intermediate, shape.hidden)
         some = slice(T // 2, T // 2 + 300)
-        expected = silu_and_mul_ref(F.linear(x[some].float(), weight.float()))
+        expected = gated_activation_ref(F.linear(x[some].float(), weight.float()), "silu")
         for how, multiply in (("cuBLAS, then SiLU", _gate_after), ("one kernel", multiply_gated)):
             run = partial(multiply, x, weight)
             result = run()
@@ -99,7 +99,7 @@ class Bench:
         hidden = rotate(lambda: self.random(T, shape.hidden))
         self.add("norm", time_graph(lambda: [rms_norm(x, norm, 1e-5) for x in hidden]) / len(hidden))
         wide = rotate(lambda: self.random(T, 2 * shape.intermediate))
-        self.add("silu", time_graph(lambda: [silu_and_mul(x) for x in wide]) / len(wide))
+        self.add("silu", time_graph(lambda: [gated_activation(x, "silu") for x in wide]) / len(wide))
 
 
 @torch.inference_mode()

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import Report, measure_read_rate, rotate, time_graph
 from tiny_vllm.kernels import rope
+from tiny_vllm.kernels.gated_activation import gated_activation, gated_activation_ref
 from tiny_vllm.kernels.rms_norm import rms_norm, rms_norm_ref
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache, rope_and_cache_ref
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 2048, 8192, 32, 8, 64, 16
 HEADS_PER_PROGRAM = (8, 16, 32, 64)
@@ -92,8 +92,10 @@ class Bench:
 
     def activation(self) -> None:
         inputs = rotate(lambda: random(self.num_tokens, 2 * INTERMEDIATE))
-        self.check("silu_and_mul", [(silu_and_mul(inputs[0]), silu_and_mul_ref(inputs[0]))])
-        self.add("silu_and_mul", inputs, silu_and_mul, inputs[0].nbytes * 3 // 2)
+        for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+            activate = partial(gated_activation, activation=activation)
+            self.check(activation, [(activate(inputs[0]), gated_activation_ref(inputs[0], activation))])
+            self.add(activation, inputs, activate, inputs[0].nbytes * 3 // 2)
 
     def norm(self) -> None:
         inputs, weight = rotate(lambda: random(self.num_tokens, HIDDEN)), torch.rand(HIDDEN, device="cuda")

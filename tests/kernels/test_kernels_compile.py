@@ -12,6 +12,7 @@ from tiny_vllm.kernels.draw_from_linear import DRAW_TILES, draw_from_linear
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
+from tiny_vllm.kernels.gated_activation import gated_activation
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.norm_and_pick import norm_and_pick
 from tiny_vllm.kernels.norm_linear import MAX_SMALL_ROWS
@@ -20,10 +21,9 @@ from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
-from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.rms_norm import norm_in_place, rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
 from tiny_vllm.kernels.rope_and_attend import HeadNorms, rope_and_attend
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.tiled_linear import look_up
 from tiny_vllm.kernels.token_inputs import read_tokens
 
@@ -246,7 +246,9 @@ def test_kernels_for_many_tokens() -> None:
     with compiling() as kernels:
         for width in (2048, 4096, 8192):
             rms_norm(meta(512, width), meta(width, dtype=torch.float32), 1e-5)
-        silu_and_mul(meta(512, 16384))
+        for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
+            gated_activation(meta(512, 16384), activation)
+        norm_in_place(meta(512, 6144)[:, :4096], meta(4096, dtype=torch.float32), 1e-5)
         embedding(meta(128256, 2048), tokens)
         slots = meta(256, dtype=torch.int64)
         read_tokens(tokens, tokens, tokens, slots, slots, meta(256, 100, dtype=torch.int64), 16)
@@ -259,7 +261,7 @@ def test_kernels_for_many_tokens() -> None:
             meta(512, 2, dtype=torch.int32),
         )
     check(kernels)
-    assert len(kernels) == 9
+    assert len(kernels) == 12
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

@@ -18,6 +18,7 @@ from tests.helpers.kernel_compiler import CompiledKernel, compiling, meta, missi
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens
 from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
+from tiny_vllm.kernels.gated_activation import gated_activation
 from tiny_vllm.kernels.mask_filtered import mask_filtered
 from tiny_vllm.kernels.paged_decode_attention import attend_pages
 from tiny_vllm.kernels.pick_experts import pick_experts
@@ -25,7 +26,6 @@ from tiny_vllm.kernels.prefill_attention import attend_chunks
 from tiny_vllm.kernels.read_sampling import SamplingColumns, read_sampling
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.rope import prepare_rope, rope_and_cache
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.token_inputs import read_tokens
 from tiny_vllm.kernels.write_out import write_out
 
@@ -63,14 +63,14 @@ def test_operators_on_tokens() -> None:
             read_tokens(*parts, slots, slots, table, 16)
             # A step's last token, and what is scored of a prompt.
             rms_norm(meta(num_tokens + 3, 2048)[3:], meta(2048, dtype=torch.float32), 1e-5)
-            silu_and_mul(meta(num_tokens, 16384))
+            gated_activation(meta(num_tokens, 16384), "silu")
             step = prepare_rope(meta(4096, 64, dtype=torch.float32), tokens, tokens, 8, 16)
             rope_and_cache(meta(num_tokens, 3072), step, cache, cache, 32)
     assert count(kernels) == {
         "_embedding_kernel": 1,
         "_read_tokens_kernel": 1,
         "_rms_norm_kernel": 1,
-        "_silu_and_mul_kernel": 1,
+        "_gated_activation_kernel": 1,
         "_rope_and_cache_kernel": 1,
     }
 

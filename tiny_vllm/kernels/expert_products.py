@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiny_vllm.kernels.expert_tiles import ExpertTiles, expert_tiles
-from tiny_vllm.kernels.gated_activation import activate, activate_ref
+from tiny_vllm.kernels.gated_activation import activate, gated_activation_ref
 from tiny_vllm.kernels.picked_experts import picked_parts, takes_picks
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
@@ -85,7 +85,7 @@ def expert_parts_ref(
         biases = [
             None if bias is None else bias[expert] for bias in (matrices.gate_up_bias, matrices.down_bias)
         ]
-        activated = activate_ref(F.linear(x[tokens], matrices.gate_up[expert], biases[0]), activation)
+        activated = gated_activation_ref(F.linear(x[tokens], matrices.gate_up[expert], biases[0]), activation)
         outputs = F.linear(activated, matrices.down[expert], biases[1]).float()
         parts[places, tokens] = outputs * weights[tokens, places].unsqueeze(1)
     return parts

@@ -75,7 +75,7 @@ def _finish_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (M,): a row each. normed_ptr and norm_ptr, or branch_norm_ptr, may be None."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     if PDL:
         launch_dependents()
     column = tl.arange(0, BLOCK)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.kernels.gated_activation import activate, activate_ref
+from tiny_vllm.kernels.gated_activation import activate, gated_activation_ref
 from tiny_vllm.kernels.rms_norm import rms_norm
 from tiny_vllm.kernels.triton_support import (
     ceil_div,
@@ -91,7 +91,7 @@ def norm_linear_ref(
         x = rms_norm(x, norm_weight, eps)
     y = F.linear(x, weight, bias)
     if gated:
-        y = activate_ref(y, activation)
+        y = gated_activation_ref(y, activation)
     if residual is not None:
         y = y + residual
     return y.to(out_dtype or x.dtype)

@@ -32,16 +32,21 @@ NUM_WARPS = ((1024, 2), (2048, 4), (1 << 20, 8))
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H], weight [H] -> [T, H] of x's type."""
+    """x [.., H], weight [H] -> [.., H] of x's type."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).to(x.dtype)
 
 
+def norm_in_place_ref(x: Tensor, weight: Tensor, eps: float) -> None:
+    """As torch operators."""
+    x.copy_(rms_norm_ref(x, weight, eps))
+
+
 @jit
-def _rms_norm_kernel(y_ptr, x_ptr, weight_ptr, eps, H: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * H
+def _rms_norm_kernel(y_ptr, x_ptr, weight_ptr, row_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * row_stride
     column = tl.arange(0, BLOCK)
     mask = column < H
     x = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
@@ -51,16 +56,27 @@ def _rms_norm_kernel(y_ptr, x_ptr, weight_ptr, eps, H: tl.constexpr, BLOCK: tl.c
     tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def _launch(y: Tensor, x: Tensor, weight: Tensor, row_stride: int, eps: float) -> None:
+    """y: may be x. Rows of both begin row_stride values apart."""
+    width = x.shape[-1]
+    num_warps = next(warps for limit, warps in NUM_WARPS if limit >= width)
+    _rms_norm_kernel[(x.numel() // width,)](
+        y, x, weight, row_stride, eps, H=width, BLOCK=next_power_of_2(width), **launch_options(num_warps)
+    )
+
+
 @with_fallback(rms_norm_ref)
 def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    width = x.shape[-1]
-    num_warps = next(warps for limit, warps in NUM_WARPS if limit >= width)
-    _rms_norm_kernel[(x.numel() // width,)](
-        y, x, weight, eps, H=width, BLOCK=next_power_of_2(width), **launch_options(num_warps)
-    )
+    _launch(y, x, weight, x.shape[-1], eps)
     return y
+
+
+@with_fallback(norm_in_place_ref)
+def _launch_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    assert x.dim() == 2 and x.stride(1) == 1
+    _launch(x, x, weight, x.stride(0), eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,3 +84,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if runs_triton(x) and x.numel():
         return _launch_rms_norm(x, weight, eps)
     return rms_norm_ref(x, weight, eps)
+
+
+def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    """x [T, H], weight [H]. Rows of x may lie apart, as columns of a wider matrix."""
+    op = _launch_norm_in_place if runs_triton(x) and x.numel() else norm_in_place_ref
+    op(x, weight, eps)

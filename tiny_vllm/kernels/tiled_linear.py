@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.kernels.gated_activation import activate, activate_ref
+from tiny_vllm.kernels.gated_activation import activate, gated_activation_ref
 from tiny_vllm.kernels.triton_support import (
     IS_INTERPRETED,
     ceil_div,
@@ -118,7 +118,7 @@ def tiled_linear_ref(
         y = torch.mm(x, weight.T, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
     y = F.linear(x, weight, bias)
-    return (activate_ref(y, activation) if gated else y).to(out_dtype or x.dtype)
+    return (gated_activation_ref(y, activation) if gated else y).to(out_dtype or x.dtype)
 
 
 @jit

@@ -24,7 +24,7 @@ from tiny_vllm.kernels.prefill_attention import (
     prefill_attention,
     prepare_prefill_attention,
 )
-from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.rms_norm import norm_in_place
 from tiny_vllm.kernels.rope import HeadNorms, RopeStep, prepare_rope, rope_and_cache
 from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.batch import ForwardBatch
@@ -126,11 +126,13 @@ class Attention:
         if self.softcap is not None or self.sinks is not None:
             self.plain_limit = 0
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
-        norms = None
+        norms: HeadNorms | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             q_norm, k_norm = (norm.float() + spec.norm_offset for norm in (weights.q_norm, weights.k_norm))
             norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
-        self.head_norms, self.whole_norms = (norms, None) if spec.qk_norm == "head" else (None, norms)
+        is_per_head = spec.qk_norm == "head"
+        self.head_norms = norms if is_per_head else None
+        self.whole_norms = None if is_per_head else norms
         self.output = Linear(weights.output, weights.output_bias)
         self.join = join
 
@@ -139,18 +141,19 @@ class Attention:
     ) -> Tensor:
         qkv = self.qkv(hidden)
         if self.whole_norms is not None:
-            qkv = self._norm_whole(qkv, self.whole_norms)
+            self._norm_whole(qkv, self.whole_norms)
         q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads, self.head_norms)
         attended = self._attend(q, step, k_cache, v_cache).flatten(1)
         if self.join.is_sum:
             return self.output.add(attended, residual)
         return self.join(self.output(attended), residual)
 
-    def _norm_whole(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
-        """qkv [T, qkv_size], all of q and all of k normed."""
+    def _norm_whole(self, qkv: Tensor, norms: HeadNorms) -> None:
+        """All of q and all of k, in place. qkv [T, qkv_size]."""
         spec = self.spec
-        q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], -1)
-        return torch.cat((rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), v), -1)
+        q, k, _ = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], -1)
+        norm_in_place(q, norms.q, norms.eps)
+        norm_in_place(k, norms.k, norms.eps)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         is_plain = step.longest <= self.plain_limit

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.kernels.expert_products import ExpertMatrices, expert_parts
+from tiny_vllm.kernels.gated_activation import gated_activation
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.pick_experts import pick_experts
 from tiny_vllm.kernels.triton_support import runs_triton
-from tiny_vllm.models.mlp import ACTIVATIONS
 from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ExpertsSpec, ModelSpec
 from tiny_vllm.models.weights import LayerWeights
@@ -65,7 +65,6 @@ class Experts:
 
     def _one_by_one(self, hidden: Tensor) -> Tensor:
         assert self.gate_up is not None and self.down is not None
-        activation = ACTIVATIONS[self.activation]
         experts, weights = route(self.router(hidden), self.spec)
         order = experts.flatten().argsort(stable=True)
         tokens = order // self.spec.num_active
@@ -76,7 +75,7 @@ class Experts:
         for expert, count in enumerate(counts):
             if count:
                 rows = tokens[start : start + count]
-                activated = activation(self.gate_up[expert](hidden[rows]))
+                activated = gated_activation(self.gate_up[expert](hidden[rows]), self.activation)
                 outputs = self.down[expert](activated).float() * scale[start : start + count]
                 mixture.index_add_(0, rows, outputs)
                 start += count

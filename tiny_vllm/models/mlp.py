@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from torch import Tensor
 
-from tiny_vllm.kernels.gated_activation import clamped_swiglu, gelu_tanh_and_mul
+from tiny_vllm.kernels.gated_activation import gated_activation
 from tiny_vllm.kernels.hopper_linear import launch as hopper_linear
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
 from tiny_vllm.kernels.linear import Linear
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.models.residual import ResidualJoin
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu_and_mul,
-    "gelu_tanh": gelu_tanh_and_mul,
-    "clamped_swiglu": clamped_swiglu,
-}
 
 
 class MLP:
@@ -30,7 +21,7 @@ class MLP:
     def __init__(self, spec: ModelSpec, weights: LayerWeights, join: ResidualJoin) -> None:
         self.gate_up = Linear(weights.gate_up, weights.gate_up_bias)
         self.down = Linear(weights.down, weights.down_bias)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
         self.join = join
         self.may_be_one_kernel = (
             spec.activation == "silu" and weights.gate_up_bias is None and is_hopper(weights.gate_up.device)
@@ -39,7 +30,7 @@ class MLP:
     def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
         activated = self._multiply_gated(hidden) if self.may_be_one_kernel else None
         if activated is None:
-            activated = self.activation(self.gate_up(hidden))
+            activated = gated_activation(self.gate_up(hidden), self.activation)
         if self.join.is_sum:
             return self.down.add(activated, residual)
         return self.join(self.down(activated), residual)

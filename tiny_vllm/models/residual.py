@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tiny_vllm.kernels.finish_rows import finish_rows
 from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.triton_support import runs_triton
 from tiny_vllm.models.spec import ModelSpec
 
 
 class ResidualJoin:
-    """residual + multiplier * norm(branch), rounded to the model's type at each operation.
+    """residual + multiplier * norm(branch), rounded to the model's type at each operation; on a GPU it is one
+    kernel, and the sum alone is rounded.
 
     norm: weight [H], or None for no norm on this branch's output.
     """
@@ -23,6 +26,12 @@ class ResidualJoin:
 
     def __call__(self, branch: Tensor, residual: Tensor) -> Tensor:
         """branch, residual: [T, H] -> [T, H]."""
+        if runs_triton(branch) and branch.numel():
+            parts = branch.contiguous().unsqueeze(0)
+            y, _ = finish_rows(
+                parts, residual, None, self.eps, branch_norm=self.norm, multiplier=self.multiplier
+            )
+            return y
         if self.norm is not None:
             branch = rms_norm(branch, self.norm, self.eps)
         if self.multiplier != 1.0:

@@ -17,6 +17,7 @@ from tests.helpers.hopper_prefill import missing_compiler
 from tests.helpers.kernel_compiler import meta, missing_tools
 from tests.kernels.cuda.test_hopper_decode import released_early
 from tiny_vllm.kernels.cuda.errors import CompileError
+from tiny_vllm.kernels.gated_activation import gated_activation_ref
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import (
     CONSUMER_REGISTERS,
@@ -27,7 +28,6 @@ from tiny_vllm.kernels.hopper_linear.launch import (
     multiply_gated,
     obstacle,
 )
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 from tiny_vllm.models import mlp
 
 SHARED_LIMIT = 232448  # bytes a block of an H200 can have
@@ -68,7 +68,7 @@ def check(
     weight = torch.full((2 * columns, terms + 16), torch.nan, dtype=dtype)[:, :terms]
     x.copy_(torch.randn(num_rows, terms))
     weight.copy_(2 * torch.randn(2 * columns, terms) * terms**-0.5)
-    expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
+    expected = gated_activation_ref(x.double() @ weight.double().T, "silu").float()
     assert obstacle(x, weight) is None
     for seed in seeds:
         # Fewer blocks than tiles, another number each time.
@@ -95,7 +95,7 @@ def test_gates_of_every_size() -> None:
     gates = torch.tensor([0, 1e-30, -1e-30, 5, -5, 40, -40, -43, -44, -90, 300, -300, 1e30, -1e30, -3e38])
     ups = torch.tensor([1.0, -1, 1e-20, 1e3, -3e8, 0, 7, 8])
     x, weight = one_by_one(gates, ups)
-    expected = silu_and_mul_ref(x.double() @ weight.double().T).float()
+    expected = gated_activation_ref(x.double() @ weight.double().T, "silu").float()
     actual = multiply_emulated(x, weight).float()
     error = (actual - expected).abs()
     assert (error <= 2**-8 * expected.abs() + 6e-18 * ups.bfloat16().float().abs()).all()
@@ -105,7 +105,7 @@ def test_gates_of_every_size() -> None:
 def test_what_is_no_number_stays_so_in_its_row_alone() -> None:
     gates, ups = torch.tensor([1.0, torch.nan, 2]), torch.arange(8.0)
     x, weight = one_by_one(gates, ups)
-    expected = silu_and_mul_ref(x @ weight.T).isnan()
+    expected = gated_activation_ref(x @ weight.T, "silu").isnan()
     actual = multiply_emulated(x, weight).isnan()
     assert torch.equal(actual, expected) and expected.sum() == len(ups)
 

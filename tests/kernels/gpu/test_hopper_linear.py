@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.hopper_linear import make_mlp
+from tiny_vllm.kernels.gated_activation import gated_activation_ref
 from tiny_vllm.kernels.hopper_linear import launch
 from tiny_vllm.kernels.hopper_linear.launch import MIN_ROWS, compile_gated, multiply_gated, obstacle
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def make_case(shape: str, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     rows, terms, columns = SHAPES[shape]
     x = surrounded(rows, terms, dtype, device)
     weight = surrounded(2 * columns, terms, dtype, device).mul_(2 * terms**-0.5)
-    return x, weight, silu_and_mul_ref(F.linear(x.float(), weight.float()))
+    return x, weight, gated_activation_ref(F.linear(x.float(), weight.float()), "silu")
 
 
 def check(actual: Tensor | None, x: Tensor, expected: Tensor) -> None:
@@ -77,7 +77,7 @@ def test_is_the_operators_in_fp32_rounded_once(device: torch.device, shape: str,
     actual = multiply_gated(x, weight)
     check(actual, x, expected)
     assert actual is not None
-    separate = silu_and_mul_ref(F.linear(x, weight))
+    separate = gated_activation_ref(F.linear(x, weight), "silu")
     assert float((actual.float() - expected).norm()) < float((separate.float() - expected).norm())
 
 
@@ -128,7 +128,7 @@ def test_an_mlp_takes_it_for_many_rows(device: torch.device, monkeypatch: pytest
     mlp = make_mlp(weight)
     actual = mlp(x, torch.zeros_like(x))
     # The last product is by an identity: the first columns come through.
-    check(actual, x, silu_and_mul_ref(F.linear(x.float(), weight.float()))[:, :576])
+    check(actual, x, gated_activation_ref(F.linear(x.float(), weight.float()), "silu")[:, :576])
     assert len(results) == 1 and results[0] is not None
     mlp(x[1:], torch.zeros_like(x[1:]))
     assert len(results) == 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.kernels.gpu.test_hopper_linear import ROUNDING, TYPES, surrounded
 from tiny_vllm.kernels.finish_rows import finish_rows
+from tiny_vllm.kernels.gated_activation import gated_activation_ref
 from tiny_vllm.kernels.hopper_linear import decode_launch
 from tiny_vllm.kernels.hopper_linear.decode_launch import (
     Variant,
@@ -25,7 +26,6 @@ from tiny_vllm.kernels.hopper_linear.decode_launch import (
     split_product,
 )
 from tiny_vllm.kernels.hopper_prefill.launch import is_hopper
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -104,7 +104,7 @@ def test_gated_products_are_those_of_fp32_rounded_once(
     assert obstacle(x, weight, gated=True) is None
     actual = gated_product(x, weight)
     assert actual is not None and actual.dtype == dtype
-    expected = silu_and_mul_ref(F.linear(x.float(), weight.float()))
+    expected = gated_activation_ref(F.linear(x.float(), weight.float()), "silu")
     sums = shape[1] / 16 * 2**-24
     rtol, atol = ROUNDING[dtype] + 2 * sums, sums * 2 * 16
     torch.testing.assert_close(actual.float(), expected, rtol=rtol, atol=atol)

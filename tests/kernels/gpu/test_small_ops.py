@@ -1,19 +1,24 @@
-"""RMSNorm, SiLU x up, embedding, rotation with the cache write: kernels against their references."""
+"""RMSNorm, gated activations, embedding, rotation with the cache write: kernels against their references."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.test_gated_activation import FORMULAS
+from tests.models.test_spec import LLAMA
 from tiny_vllm.kernels.embedding import embedding
+from tiny_vllm.kernels.gated_activation import gated_activation
 from tiny_vllm.kernels.qkv_rope_and_cache import _launch_qkv_rope_and_cache
-from tiny_vllm.kernels.rms_norm import rms_norm
+from tiny_vllm.kernels.rms_norm import norm_in_place, rms_norm
 from tiny_vllm.kernels.rope import HeadNorms, prepare_rope, rope_and_cache
-from tiny_vllm.kernels.silu_and_mul import silu_and_mul
 from tiny_vllm.kernels.token_inputs import _launch_read_tokens, read_tokens_ref
 from tiny_vllm.kernels.triton_support import INTERPRETED
 from tiny_vllm.kernels.write_out import _launch_write_out
+from tiny_vllm.models.residual import ResidualJoin
 
 pytestmark = pytest.mark.gpu
 
@@ -46,11 +51,43 @@ def test_rms_norm(device: torch.device, rows: int, width: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
+def test_norm_in_place_of_some_columns(device: torch.device, width: int, dtype: torch.dtype) -> None:
+    whole = torch.randn(5, 2 * width + 3, device=device).to(dtype)
+    weight = 1 + 0.1 * torch.randn(width, device=device)
+    before, wide = whole.clone(), whole[:, 3 : width + 3].double()
+    norm_in_place(whole[:, 3 : width + 3], weight, 1e-5)
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    check(whole[:, 3 : width + 3], expected, dtype)
+    assert torch.equal(whole[:, :3], before[:, :3])
+    assert torch.equal(whole[:, width + 3 :], before[:, width + 3 :])
+
+
+@pytest.mark.parametrize(("has_norm", "multiplier"), [(False, 1.0), (False, 0.25), (True, 1.0), (True, 0.25)])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_residual_join(device: torch.device, has_norm: bool, multiplier: float, dtype: torch.dtype) -> None:
+    spec = replace(LLAMA, norm_offset=1.0, residual_multiplier=multiplier)
+    norm = 0.1 * torch.randn(96, device=device) if has_norm else None
+    branch, residual = (torch.randn(5, 96, device=device).to(dtype) for _ in range(2))
+    expected = branch.double()
+    if norm is not None:
+        scale = torch.rsqrt(expected.square().mean(-1, keepdim=True) + spec.rms_norm_eps)
+        expected = expected * scale * (1 + norm.double())
+    expected = residual.double() + multiplier * expected
+    assert ResidualJoin(spec, norm)(branch[:0], residual[:0]).shape == (0, 96)
+    check(ResidualJoin(spec, norm)(branch, residual), expected, dtype, size=4.0)
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 7])
-def test_silu_and_mul(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
-    gate_up = (3 * torch.randn(rows, 2 * width, device=device)).to(dtype)
+def test_gated_activation(
+    device: torch.device, rows: int, width: int, dtype: torch.dtype, activation: str
+) -> None:
+    # The interpreter takes an infinite power for an error, a GPU goes on with it.
+    gate_up = ((2 if INTERPRETED else 5) * torch.randn(rows, 2 * width, device=device)).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    check(silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+    check(gated_activation(gate_up, activation), FORMULAS[activation](gate, up), dtype)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
