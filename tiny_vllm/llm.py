@@ -102,7 +102,7 @@ class LLM:
         sampling_params: get_default_sampling_params().
         cache_salt: only requests with the same salt share pages. use_tqdm: progress on stderr, on a terminal.
         parse_special_tokens: take control tokens that are written out in a text as such.
-        Raises RequestError before anything runs if any prompt is invalid.
+        Raises RequestError if any prompt is invalid, behind the first step at the latest; nothing goes on then.
         """
         _check_flag("parse_special_tokens", parse_special_tokens)
         items = _as_prompts(prompts)
@@ -148,7 +148,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, from its hidden states after the final norm; see EmbeddingParams.
 
-        The other options are those of `generate`. Raises RequestError before anything runs, and ModelError if
+        The other options are those of `generate`. Raises RequestError as `generate` does, and ModelError if
         the model gives values that are not finite.
         """
         params = EmbeddingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
@@ -275,28 +275,47 @@ class LLM:
         )
         priorities = _one_each("priority", priority, len(items))
         now = engine.clock()
-        prepared = [
+        building = (
             build(item, sampling, priority=level, cache_salt=cache_salt, arrival_time=now)
             for item, sampling, level in zip(items, params, priorities, strict=True)
-        ]
+        )
+        request_ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
         with self._exclusively(), without_full_collections():
-            self._add(prepared, follow=False)
-            new: Sequence[PreparedRequest] = prepared
-            outputs: dict[str, RequestOutput] = {}
-            unfinished = {item.request.request_id for item in prepared}
-            bar = tqdm(total=len(prepared), desc="requests", unit="req", disable=None if use_tqdm else True)
+            # The other prompts are tokenised while a GPU computes the first step, unless a more urgent one
+            # may be among them.
+            has_one_priority = len(set(map(repr, priorities))) <= 1
+            new = self._first_prompts(building) if has_one_priority else list(building)
+            unfinished: set[str] = set()
+            bar = tqdm(total=len(items), desc="requests", unit="req", disable=None if use_tqdm else True)
             try:
-                while unfinished:
+                while new or unfinished:
+                    if new:
+                        self._add(new, follow=False)
+                        added = [item.request.request_id for item in new]
+                        request_ids += added
+                        unfinished.update(added)
                     for update in self._step(new):
                         if update.finished and update.output.request_id in unfinished:
                             unfinished.remove(update.output.request_id)
                             outputs[update.output.request_id] = update.output
                             bar.update()
-                    new = ()
+                    new = list(building)
             finally:
                 bar.close()
                 self._abandoned.extend(unfinished)
-        return [outputs[item.request.request_id] for item in prepared]
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _first_prompts(self, building: Iterator[PreparedRequest]) -> list[PreparedRequest]:
+        """As many as fill a step."""
+        taken, room = [], self.config.max_num_batched_tokens
+        assert room is not None
+        for item in building:
+            taken.append(item)
+            room -= len(item.request.prompt_token_ids)
+            if room <= 0:
+                break
+        return taken
 
     def _add(self, prepared: Sequence[PreparedRequest], *, follow: bool = True) -> list[RequestOutput]:
         """Queue requests: all of them or, on an error, none.

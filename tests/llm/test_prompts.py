@@ -149,3 +149,44 @@ def test_what_is_no_prompt_is_told_what_would_be_one(value: Any, llm: LLM) -> No
         f"messages is of type {kind}, but must be a conversation or a list of conversations"
     )
     assert error.value.hint == "a conversation is a list of {'role': ..., 'content': ...}"
+
+
+def test_later_prompts_are_tokenised_while_the_first_step_is_under_way(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as no priorities say who comes first."""
+    prompts = [[5 + i] * 20 for i in range(6)]
+    alone = [llm.generate(prompt, greedy(4))[0].outputs[0].token_ids for prompt in prompts]
+    order: list[str] = []
+    build, step = llm._builder.build, llm._step
+
+    def noted_build(*args: Any, **options: Any) -> Any:
+        order.append("build")
+        return build(*args, **options)
+
+    def noted_step(*args: Any) -> Any:
+        order.append("step")
+        return step(*args)
+
+    monkeypatch.setattr(llm._builder, "build", noted_build)
+    monkeypatch.setattr(llm, "_step", noted_step)
+    outputs = llm.generate(prompts, greedy(4))
+    # A step has 32 tokens.
+    assert order[:8] == ["build"] * 2 + ["step"] + ["build"] * 4 + ["step"]
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    order.clear()
+    llm.generate(prompts, greedy(4), priority=[1, 1, 1, 1, 1, 0])
+    assert order[:7] == ["build"] * 6 + ["step"]
+
+
+def test_a_bad_prompt_behind_the_first_step_leaves_nothing_behind(model: Any, llm: LLM) -> None:
+    running = llm.stream([5, 6, 7], greedy(10, ignore_eos=True))
+    next(running)
+    with pytest.raises(RequestError, match="10000"):
+        llm.generate([*([[5] * 20] * 5), [10_000]], greedy(200))
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 0)
+    for update in running:
+        last = update
+    assert last.output.outputs[0].token_ids == greedy_tokens(model, [5, 6, 7], 10)
+    assert_pool_is_whole(llm)
