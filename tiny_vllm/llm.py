@@ -102,7 +102,7 @@ class LLM:
         sampling_params: get_default_sampling_params().
         cache_salt: only requests with the same salt share pages. use_tqdm: progress on stderr, on a terminal.
         parse_special_tokens: take control tokens that are written out in a text as such.
-        Raises RequestError if any prompt is invalid, behind the first step at the latest; nothing goes on then.
+        Raises RequestError if any prompt is invalid, behind the first step at the latest, and ends the rest.
         """
         _check_flag("parse_special_tokens", parse_special_tokens)
         items = _as_prompts(prompts)
