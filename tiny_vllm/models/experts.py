@@ -55,13 +55,15 @@ class Experts:
     def __call__(self, hidden: Tensor, residual: Tensor) -> Tensor:
         if self.matrices is None:
             return self.join(self._one_by_one(hidden), residual)
-        chunks = hidden.split(MAX_PICKS // self.spec.num_active)
-        mixtures = [self._grouped(chunk, self.matrices) for chunk in chunks]
-        return self.join(mixtures[0] if len(mixtures) == 1 else torch.cat(mixtures), residual)
+        num_rows = MAX_PICKS // self.spec.num_active
+        pairs = zip(hidden.split(num_rows), residual.split(num_rows), strict=True)
+        joined = [self._grouped(*pair, self.matrices) for pair in pairs]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
 
-    def _grouped(self, hidden: Tensor, matrices: ExpertMatrices) -> Tensor:
+    def _grouped(self, hidden: Tensor, residual: Tensor, matrices: ExpertMatrices) -> Tensor:
         experts, weights = route(self.router(hidden), self.spec)
-        return expert_parts(hidden, experts, weights, matrices, self.activation).sum(0).to(hidden.dtype)
+        parts = expert_parts(hidden, experts, weights, matrices, self.activation)
+        return self.join.add_parts(parts, residual)
 
     def _one_by_one(self, hidden: Tensor) -> Tensor:
         assert self.gate_up is not None and self.down is not None

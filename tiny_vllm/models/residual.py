@@ -27,13 +27,14 @@ class ResidualJoin:
     def __call__(self, branch: Tensor, residual: Tensor) -> Tensor:
         """branch, residual: [T, H] -> [T, H]."""
         if runs_triton(branch) and branch.numel():
-            parts = branch.contiguous().unsqueeze(0)
-            y, _ = finish_rows(
-                parts, residual, None, self.eps, branch_norm=self.norm, multiplier=self.multiplier
-            )
-            return y
+            return self.add_parts(branch.contiguous().unsqueeze(0), residual)
         if self.norm is not None:
             branch = rms_norm(branch, self.norm, self.eps)
         if self.multiplier != 1.0:
             branch = branch * self.multiplier
         return residual + branch
+
+    def add_parts(self, parts: Tensor, residual: Tensor) -> Tensor:
+        """The same of a branch given as parts [S, T, H], FP32 or of residual's type: their sum."""
+        y, _ = finish_rows(parts, residual, None, self.eps, branch_norm=self.norm, multiplier=self.multiplier)
+        return y
