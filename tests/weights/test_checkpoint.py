@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import shutil
@@ -462,3 +463,18 @@ def test_a_negative_id_in_a_gguf_file_is_beyond_the_vocabulary_too(single: Path,
     checkpoint = opened(path)
     assert checkpoint.eos_token_ids == (1, -1)
     assert checkpoint.eos_remark == "-1 is beyond the model's ids (0 to 383), so no text ends with it"
+
+
+def test_a_byte_order_mark_before_every_json_file_changes_nothing(shards: Path) -> None:
+    edit_json(shards / "generation_config.json", temperature=0.5)
+    plain, plain_tokenizer = opened(shards), opened(shards).load_tokenizer()
+    marked = list(shards.glob("*.json"))
+    for file in marked:
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert {"config.json", "generation_config.json", "tokenizer.json", INDEX} <= {
+        file.name for file in marked
+    }
+    checkpoint = opened(shards)
+    assert (checkpoint.eos_token_ids, checkpoint.bos_token_id) == (plain.eos_token_ids, plain.bos_token_id)
+    assert checkpoint.sampling_defaults("auto")["temperature"] == 0.5
+    assert checkpoint.load_tokenizer().encode("a b") == plain_tokenizer.encode("a b")
