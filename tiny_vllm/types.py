@@ -234,7 +234,7 @@ def _bias(bias: object) -> dict[int, float]:
         # JSON objects have string keys, so "42" is how a token id arrives over HTTP.
         if isinstance(key, str) and WHOLE_NUMBER.fullmatch(key):
             key = int(key)
-        _integer("a token id in logit_bias", key, low=0)
+        _integer("a token id in logit_bias", key, low=0, hint="its keys are this model's token ids")
         if key in checked:
             raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
         checked[key] = _number(f"logit_bias[{key}]", value, low=-MAX_BIAS, high=MAX_BIAS)

@@ -126,11 +126,15 @@ NO_TYPES_OF_PYTHON: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [1, True]}, "the prompt contains true"),
     (COMPLETIONS, {"prompt": [1, {"a": None}]}, "the prompt contains an object"),
     (COMPLETIONS, {"prompt": [[1], [1, [None]]]}, "prompt[1] contains a list"),
+    (COMPLETIONS, {"prompt": 5}, "prompt must be a string, token ids, or a list of either, not 5"),
+    (COMPLETIONS, {"prompt": ["x", None]}, "prompt holds null, but must hold strings or lists"),
+    ("/v1/embeddings", {"input": {}}, "input must be a string, token ids, or a list of either, not an obj"),
     ("/v1/embeddings", {"input": [None]}, "the prompt contains null"),
     (COMPLETIONS, {"prompt": [5], "logit_bias": True}, "logit_bias is true, but must map"),
     (COMPLETIONS, {"prompt": [5], "logit_bias": [None]}, "logit_bias is a list, but must map"),
     (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": None}}, "logit_bias[5] is null, but must be a number"),
     (COMPLETIONS, {"prompt": [5], "logit_bias": {"5": {"a": None}}}, "logit_bias[5] is an object"),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"x": 1}}, "in logit_bias is 'x', but must be an integer"),
     (COMPLETIONS, {"prompt": [5], "logit_bias": {"\x1b" * 99: False}}, r"logit_bias[\x1b\x1b"),
 ]
 
@@ -141,6 +145,7 @@ def test_wrong_values_and_types_are_told_in_words_of_json(
 ) -> None:
     answer = server.post(path, body)
     assert answer.status == 400 and message in answer.error["message"]
+    assert answer.error["message"].count("\nhint: ") == answer.error["message"].count("\n") == 1
     assert not re.search(r"NoneType|dict|\b(str|int|float|bool|None|True|False)\b", answer.error["message"])
     name = next(name for name in ("messages", "logit_bias", "input", "prompt") if name in body)
     assert answer.error["param"] == name
@@ -284,6 +289,15 @@ def test_bad_completions(server: RunningServer, name: str, is_streamed: bool) ->
     answer = server.post("/v1/completions", {"prompt": "x", **stream, **options})
     assert answer.status == 400, answer.data
     assert message in answer.error["message"]
+
+
+def test_token_ids_and_priorities_that_are_none_get_a_hint(server: RunningServer) -> None:
+    answers = [
+        server.post("/detokenize", {"tokens": [49152]}),
+        server.post("/v1/completions", b'{"prompt": "x"}', headers={"x-priority": "high"}),
+    ]
+    for answer in answers:
+        assert "\nhint: " in answer.error["message"]
 
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tiny_vllm.errors import ModelError
+from tiny_vllm.errors import ModelError, RequestError
 from tiny_vllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from tiny_vllm.text.gguf_tokenizer import tokenizer_from_gguf
 from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
@@ -160,7 +161,6 @@ def test_end_of_turn_tokens_end_a_generation(byte_level_vocabulary: GGUFVocabula
         ({"merges": None}, "merges is missing"),
         ({"merges": ["ab"]}, r"merges\[0\] is 'ab'"),
         ({"merges": ["never seen"]}, "damaged"),
-        ({"bos_token_id": 10**6}, "bos token id is 1000000"),
         ({"token_types": [1]}, "token_type has 1 entries"),
         ({"tokens": ["a", "b", "a"], "token_types": None}, "'a' appears twice: as 0 and as 2"),
         ({"tokens": [], "token_types": None}, "has only 0 tokens"),
@@ -179,3 +179,92 @@ def test_a_padding_token_that_is_none_is_passed_over(byte_level_vocabulary: GGUF
     """Files of models with a pad_token_id of -1 hold it so; nothing is padded here."""
     tokenizer = tokenizer_from_gguf(replace(byte_level_vocabulary, pad_token_id=pad))
     assert "pad_token" not in tokenizer.special_tokens
+
+
+BEYOND = 10**6
+
+
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+@pytest.mark.parametrize("role", ["bos", "eos", "eot"])
+def test_an_id_that_says_there_is_no_such_token_is_passed_over(
+    sentencepiece_vocabulary: GGUFVocabulary, role: str, none: int
+) -> None:
+    vocabulary = replace(
+        sentencepiece_vocabulary, add_bos_token=True, add_eos_token=True, **{f"{role}_token_id": none}
+    )
+    tokenizer = tokenizer_from_gguf(vocabulary)
+    word = tokenizer.encode("is", add_special_tokens=False)
+    around = {"bos": [*word, 2], "eos": [1, *word], "eot": [1, *word, 2]}
+    assert tokenizer.encode("is") == around[role]
+    assert f"{role}_token" not in tokenizer.special_tokens
+    assert set(tokenizer.eos_token_ids) == ({2} if role != "eos" else set())
+
+
+@pytest.mark.parametrize("role", ["eos", "eot", "bos", "unk"])
+def test_ids_beyond_the_vocabulary_that_no_text_needs_are_passed_over(
+    byte_level_vocabulary: GGUFVocabulary, role: str
+) -> None:
+    plain = tokenizer_from_gguf(replace(byte_level_vocabulary, add_bos_token=False))
+    vocabulary = replace(byte_level_vocabulary, add_bos_token=False, **{f"{role}_token_id": BEYOND})
+    tokenizer = tokenizer_from_gguf(vocabulary)
+    assert tokenizer.encode("hello") == plain.encode("hello")
+    assert tokenizer.special_tokens == {
+        name: text for name, text in plain.special_tokens.items() if name != f"{role}_token"
+    }
+    assert tokenizer.eos_token_ids == (() if role == "eos" else plain.eos_token_ids)
+
+
+def test_a_bos_token_beyond_the_vocabulary_fails_each_text_that_begins_with_it(
+    byte_level_vocabulary: GGUFVocabulary,
+) -> None:
+    vocabulary = replace(
+        byte_level_vocabulary,
+        add_bos_token=True,
+        bos_token_id=BEYOND,
+        chat_template="{{ messages[0].content }}",
+    )
+    tokenizer = tokenizer_from_gguf(vocabulary)
+    plain = tokenizer_from_gguf(replace(byte_level_vocabulary, add_bos_token=False))
+    assert tokenizer.encode("hello", add_special_tokens=False) == plain.encode("hello")
+    assert tokenizer.encode_word("hello") == plain.encode_word("hello")
+    control = byte_level_vocabulary.tokens[1]
+    attempts: list[Callable[[], object]] = [
+        lambda: tokenizer.encode("hello"),
+        lambda: tokenizer.encode(f"hello {control}", parse_special_tokens=False),
+        lambda: tokenizer.encode_messages([{"role": "user", "content": "hello"}]),
+        lambda: tokenizer.encode_messages([{"role": "user", "content": f"hello {control}"}]),
+        lambda: tokenizer.encode_chat("hello"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(RequestError) as error:
+            attempt()
+        size = len(byte_level_vocabulary.tokens)
+        assert error.value.message == (
+            f"the prompt gets the BOS token {BEYOND}, but this tokenizer's ids are 0 to {size - 1}"
+        )
+        assert error.value.hint == "send token ids, or use another tokenizer"
+
+
+def test_an_eos_token_beyond_the_vocabulary_fails_prompts_that_end_with_it(
+    byte_level_vocabulary: GGUFVocabulary,
+) -> None:
+    vocabulary = replace(
+        byte_level_vocabulary,
+        add_bos_token=False,
+        add_eos_token=True,
+        eos_token_id=BEYOND,
+        chat_template="{{ messages[0].content }}",
+    )
+    tokenizer = tokenizer_from_gguf(vocabulary)
+    with pytest.raises(RequestError, match=f"the prompt gets the EOS token {BEYOND}, but this tokenizer's"):
+        tokenizer.encode("hello")
+    # Nothing but BOS is put around conversations.
+    messages = [{"role": "user", "content": "hello"}]
+    assert tokenizer.encode_messages(messages)[1] == tokenizer.encode("hello", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("unk", [-1, BEYOND])
+def test_sentencepiece_needs_its_unknown_token(sentencepiece_vocabulary: GGUFVocabulary, unk: int) -> None:
+    message = f"the unk token id is {unk}, but the vocabulary has .* tokens\nhint: download the file again"
+    with pytest.raises(ModelError, match=message):
+        tokenizer_from_gguf(replace(sentencepiece_vocabulary, unk_token_id=unk))

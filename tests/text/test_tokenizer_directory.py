@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,36 @@ def test_a_vocabulary_without_its_unknown_token_refuses_texts(tmp_path: Path) ->
         load_tokenizer_directory(tmp_path)
 
 
+def test_a_byte_order_mark_before_any_of_the_files_is_no_part_of_it(
+    tmp_path: Path, byte_level_tokenizer: Tokenizer
+) -> None:
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    write(
+        tmp_path,
+        byte_level_tokenizer,
+        tokenizer_config={"bos_token": "<s>"},
+        special_tokens_map={"eos_token": "</s>"},
+        chat_template={"chat_template": "from JSON"},
+    )
+    (templates / "tool_use.jinja").write_text("with {{ tools }}", encoding="utf-8")
+    plain = load_tokenizer_directory(tmp_path)
+    marked = [*tmp_path.glob("*.json"), *templates.iterdir()]
+    for file in marked:
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    tokenizer = load_tokenizer_directory(tmp_path)
+    assert len(marked) == 5
+    assert tokenizer.encode("hello world") == plain.encode("hello world")
+    assert (tokenizer.special_tokens, tokenizer.eos_token_ids) == (plain.special_tokens, plain.eos_token_ids)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+    assert tokenizer.chat_template is not None and plain.chat_template is not None
+    assert tokenizer.chat_template.source == "from JSON"
+    assert tokenizer.chat_template.tool_source == plain.chat_template.tool_source == "with {{ tools }}"
+    (tmp_path / "chat_template.jinja").write_bytes(codecs.BOM_UTF8 + b"of its own")
+    own = load_tokenizer_directory(tmp_path).chat_template
+    assert own is not None and own.source == "of its own"
+
+
 def test_damaged_files_are_named(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
     write(tmp_path, byte_level_tokenizer)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -219,4 +250,12 @@ def test_damaged_files_are_named(tmp_path: Path, byte_level_tokenizer: Tokenizer
         load_tokenizer_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer_directory(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.raises(
+        ModelError, match=r"cannot read .*tokenizer\.json: Input/output error\nhint: check its"
+    ):
         load_tokenizer_directory(tmp_path)

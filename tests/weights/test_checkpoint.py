@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import shutil
@@ -462,3 +463,37 @@ def test_a_negative_id_in_a_gguf_file_is_beyond_the_vocabulary_too(single: Path,
     checkpoint = opened(path)
     assert checkpoint.eos_token_ids == (1, -1)
     assert checkpoint.eos_remark == "-1 is beyond the model's ids (0 to 383), so no text ends with it"
+
+
+def test_an_id_of_a_gguf_file_beyond_its_vocabulary_is_told_as_that_of_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    tokens = ["<s>", "</s>", "t", "o", "to", *[f"token{index}" for index in range(5, VOCAB_SIZE)]]
+
+    def opened_with(**ids: int) -> Checkpoint:
+        metadata = {f"tokenizer.ggml.{role}_token_id": token_id for role, token_id in ids.items()}
+        write_tiny_gguf(path, make_tiny_llama(), metadata={"tokenizer.ggml.tokens": tokens, **metadata})
+        return opened(path)
+
+    remark = "1000000 is beyond the model's ids (0 to 383), so no text ends with it"
+    checkpoint = opened_with(eos=10**6, eot=1)
+    assert (checkpoint.can_end, checkpoint.eos_remark) == (True, remark)
+    assert checkpoint.load_tokenizer().eos_token_ids == (1,)
+    checkpoint = opened_with(eos=10**6)
+    assert not checkpoint.can_end
+    assert checkpoint.eos_remark == f"{remark}: only max_tokens and a request's own stops end one"
+    assert checkpoint.load_tokenizer().eos_token_ids == ()
+
+
+def test_a_byte_order_mark_before_every_json_file_changes_nothing(shards: Path) -> None:
+    edit_json(shards / "generation_config.json", temperature=0.5)
+    plain, plain_tokenizer = opened(shards), opened(shards).load_tokenizer()
+    marked = list(shards.glob("*.json"))
+    for file in marked:
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert {"config.json", "generation_config.json", "tokenizer.json", INDEX} <= {
+        file.name for file in marked
+    }
+    checkpoint = opened(shards)
+    assert (checkpoint.eos_token_ids, checkpoint.bos_token_id) == (plain.eos_token_ids, plain.bos_token_id)
+    assert checkpoint.sampling_defaults("auto")["temperature"] == 0.5
+    assert checkpoint.load_tokenizer().encode("a b") == plain_tokenizer.encode("a b")

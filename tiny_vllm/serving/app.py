@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from tiny_vllm.serving import access_log
 from tiny_vllm.serving.admission import ApiKeys
+from tiny_vllm.serving.cors import Cors
 from tiny_vllm.serving.endpoints import Endpoints
 from tiny_vllm.serving.error_handlers import add_error_handlers
 from tiny_vllm.serving.gate import Gate
@@ -59,7 +59,7 @@ def create_app(service: Service, *, on_engine_end: Callable[[], None] = lambda: 
     )
     if service.config.cors_origin:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=service.config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

@@ -160,7 +160,7 @@ def _priority(header: str | None) -> int | None:
         raise ApiError(
             400,
             f"the header X-Priority is {shown(header)}, but must be an integer from {MIN_PRIORITY} to "
-            f"{MAX_PRIORITY}",
+            f"{MAX_PRIORITY}\nhint: smaller is more urgent",
             param="priority",
         )
     return int(header)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
 from tiny_vllm.errors import (
     CapacityError,
@@ -16,13 +15,10 @@ from tiny_vllm.errors import (
     PromptTooLong,
     RequestError,
     TinyVLLMError,
-    printable,
 )
 from tiny_vllm.types import SAMPLING_FIELDS
 
 MAX_MESSAGE_LEN = 1000
-MAX_PLACE_LEN = 100
-MAX_SHOWN_ERRORS = 5
 MAX_SHOWN_VALUE = 40
 RETRY_SECONDS = "1"
 PARAMETERS = frozenset(
@@ -129,19 +125,3 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN_VALUE:
         return f"a number of more than {MAX_SHOWN_VALUE} digits"
     return json.dumps(value)
-
-
-def schema_error(error: ValidationError) -> ApiError:
-    """The first few faults of a body that does not fit its schema, with what was sent instead."""
-    faults = error.errors(include_url=False, include_context=False)
-    texts = []
-    for fault in faults[:MAX_SHOWN_ERRORS]:
-        place = printable(".".join(str(part) for part in fault["loc"]), MAX_PLACE_LEN)
-        reason = "there is no such option" if fault["type"] == "extra_forbidden" else fault["msg"]
-        text = f"{place}: {reason}" if place else str(reason)
-        is_of_value = fault["msg"].startswith("Input should be")
-        texts.append(f"{text}, not {shown(fault['input'])}" if is_of_value else text)
-    if len(faults) > MAX_SHOWN_ERRORS:
-        texts.append(f"and {len(faults) - MAX_SHOWN_ERRORS} more")
-    first = faults[0]["loc"]
-    return ApiError(400, "; ".join(texts), param=printable(str(first[0]), MAX_PLACE_LEN) if first else None)

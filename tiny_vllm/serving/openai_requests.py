@@ -21,12 +21,13 @@ from tiny_vllm.serving.schemas import (
     TokenizeBody,
     whole_numbers,
 )
-from tiny_vllm.text.request_builder import PreparedRequest, RequestBuilder
+from tiny_vllm.text.request_builder import IDS_HINT, VOCABULARY_HINT, PreparedRequest, RequestBuilder
 from tiny_vllm.text.tokenizer import Tokenizer
 from tiny_vllm.types import Pooling, Request, SamplingParams
 
 LONG_TEXT = 2_000
 TOKENIZER_HINT = "start the server with --tokenizer"
+USE_BIAS = 'use {"42": -100}'
 
 
 MAX_LIST_ENTRIES = 1 << 20
@@ -153,7 +154,8 @@ class RequestMaker:
         unknown = [token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size]
         if unknown:
             raise RequestError(
-                f"tokens has id {shown(unknown[0])}, but the ids are 0 to {tokenizer.vocab_size - 1}"
+                f"tokens has id {shown(unknown[0])}, but the ids are 0 to {tokenizer.vocab_size - 1}",
+                hint=VOCABULARY_HINT,
             )
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
@@ -187,7 +189,9 @@ class RequestMaker:
             token_ids = whole_numbers(prompt)
             if not set(map(type, token_ids)) <= {int}:
                 wrong = next(item for item in token_ids if type(item) is not int)
-                raise RequestError(f"the prompt contains {shown(wrong)}, which is not a token id")
+                raise RequestError(
+                    f"the prompt contains {shown(wrong)}, which is not a token id", hint=IDS_HINT
+                )
             return token_ids
         return self._need_tokenizer(f"send {body.PROMPT_NAME} as a list of token ids").encode(
             prompt,
@@ -212,7 +216,8 @@ class RequestMaker:
         if not isinstance(value, list):
             raise ApiError(
                 400,
-                f"{name} must be a string, token ids, or a list of either, not {shown(value)}",
+                f"{name} must be a string, token ids, or a list of either, not {shown(value)}\n"
+                "hint: write a text in quotes",
                 param=name,
             )
         if not any(isinstance(item, str | list) for item in value):
@@ -225,7 +230,8 @@ class RequestMaker:
             if not isinstance(item, str | list):
                 raise ApiError(
                     400,
-                    f"{name} holds {shown(item)}, but must hold strings or lists of token ids",
+                    f"{name} holds {shown(item)}, but must hold strings or lists of token ids\n"
+                    "hint: write each text in quotes",
                     param=name,
                 )
         if len(value) > self.max_prompts:
@@ -280,10 +286,13 @@ def _check_bias(bias: Any) -> None:
     if bias is None:
         return
     if not isinstance(bias, dict):
-        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers")
+        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers", hint=USE_BIAS)
     for token_id, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(f"logit_bias[{printable(token_id)}] is {shown(value)}, but must be a number")
+            raise RequestError(
+                f"logit_bias[{printable(token_id)}] is {shown(value)}, but must be a number",
+                hint=USE_BIAS,
+            )
 
 
 def _check_lists(request: Request, num_prompts: int) -> None:

@@ -102,8 +102,7 @@ def check_unsupported(
             continue
         refused = REFUSED.get(name)
         if refused is None:
-            close = difflib.get_close_matches(name[:64], [*known, *REFUSED, *IGNORED], n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            hint = name_hint(name, [*known, *REFUSED, *IGNORED])
             if name in elsewhere:
                 hint = "only other endpoints have it"
             raise ApiError(
@@ -119,6 +118,12 @@ def check_unsupported(
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+def name_hint(name: str, known: Collection[str]) -> str:
+    """What to do about a name that is not among those that are known."""
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    return f"did you mean {close[0]}?" if close else "leave it out"
 
 
 def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tiny_vllm.serving.errors import schema_error
+from tiny_vllm.serving.errors import shown
 from tiny_vllm.serving.parameters import check_unsupported
+from tiny_vllm.serving.schema_errors import schema_error
 from tiny_vllm.text.chat_template import ROLE
 from tiny_vllm.text.request_builder import MAX_PRIORITY, MIN_PRIORITY
 from tiny_vllm.types import SAMPLING_FIELDS, Pooling
@@ -44,7 +45,8 @@ def text_or_texts(value: Any) -> Any:
         raise PydanticCustomError("texts", "Input should be a string or a list of strings")
     for place, entry in enumerate(value):
         if not isinstance(entry, str):
-            raise PydanticCustomError("texts", "entry {place} is no string", {"place": place})
+            found = {"place": place, "found": shown(entry)}
+            raise PydanticCustomError("text_entry", "entry {place} is no string, but {found}", found)
     return value
 
 
@@ -251,6 +253,6 @@ def parse_body(body_class: type[AnyBody], data: bytes) -> AnyBody:
         with _without_collector():
             body = body_class.model_validate_json(data)
     except ValidationError as error:
-        raise schema_error(error) from None
+        raise schema_error(error, StreamOptions.model_fields) from None
     body.check_extras()
     return body

@@ -24,6 +24,9 @@ CALL_FIELDS = ("tool_calls", "function_call")
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 """What a request says in fields of its own."""
 
+USE_MESSAGE = 'use {"role": "user", "content": "..."}'
+USE_LIST = 'use [{"role": "user", "content": "..."}]'
+USE_PART = 'use {"type": "text", "text": "..."}'
 REPAIR = "repair the template, or send a prompt as text"
 
 ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
@@ -104,7 +107,9 @@ class ChatTemplate:
 
     def _check_message(self, place: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{place}] is of type {json_type(message)}, but must be an object")
+            raise RequestError(
+                f"messages[{place}] is of type {json_type(message)}, but must be an object", hint=USE_MESSAGE
+            )
         role, content = message.get("role"), message.get("content")
         for name in CALL_FIELDS:
             if message.get(name) and name not in f"{self.source}{self.tool_source}":
@@ -113,9 +118,7 @@ class ChatTemplate:
                     hint="say in content what was called",
                 )
         if role is None:
-            raise RequestError(
-                f"messages[{place}] has no role", hint='use {"role": "user", "content": "..."}'
-            )
+            raise RequestError(f"messages[{place}] has no role", hint=USE_MESSAGE)
         if not isinstance(role, str):
             raise RequestError(
                 f"messages[{place}] has a role of type {json_type(role)}, but must have a string",
@@ -201,10 +204,10 @@ def _check_list(messages: object) -> Sequence[object]:
     if not _is_list(messages):
         raise RequestError(
             f"messages is of type {json_type(messages)}, but must be a list",
-            hint='use [{"role": "user", "content": "..."}]',
+            hint=USE_LIST,
         )
     if not messages:
-        raise RequestError("messages is empty", hint='use [{"role": "user", "content": "..."}]')
+        raise RequestError("messages is empty", hint=USE_LIST)
     return messages
 
 
@@ -212,14 +215,16 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
     if not _is_list(content):
         raise RequestError(
             f"messages[{place}].content is of type {json_type(content)}, "
-            "but must be a string or a list of text parts"
+            "but must be a string or a list of text parts",
+            hint="content is a string",
         )
     parts = []
     for part in content:
         if not isinstance(part, Mapping):
             raise RequestError(
                 f"messages[{place}].content holds something of type {json_type(part)}, "
-                "but must hold objects: text parts"
+                "but must hold objects: text parts",
+                hint=USE_PART,
             )
         kind = part.get("type")
         if kind is None:
@@ -227,10 +232,11 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
         if kind != "text":
             name = shown(kind) if isinstance(kind, str) else json_type(kind)
             raise RequestError(
-                f"messages[{place}].content has a part of type {name}, but only text is supported"
+                f"messages[{place}].content has a part of type {name}, but only text is supported",
+                hint=USE_PART,
             )
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"messages[{place}].content has a text part without text")
+            raise RequestError(f"messages[{place}].content has a text part without text", hint=USE_PART)
         parts.append({"type": "text", "text": part["text"]})
     return parts
 

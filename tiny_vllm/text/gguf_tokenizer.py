@@ -19,6 +19,9 @@ SPACE = "▁"
 DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
 """What SentencePiece models mean when the file names no such token."""
 
+NO_TOKEN = 2**32 - 1
+"""What files hold for an id of -1, which says that there is no such token."""
+
 DAMAGED = "download the file again, or use another tokenizer: pass tokenizer="
 """The hint for a vocabulary that cannot be used."""
 
@@ -69,6 +72,11 @@ def _sentencepiece_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
             f"tokenizer.ggml.scores has {num_scores} of {len(vocabulary.tokens)} scores", hint=DAMAGED
         )
     unk_id = DEFAULT_UNK_ID if vocabulary.unk_token_id is None else vocabulary.unk_token_id
+    if not 0 <= unk_id < len(vocabulary.tokens):
+        raise ModelError(
+            f"the unk token id is {unk_id}, but the vocabulary has {len(vocabulary.tokens)} tokens",
+            hint=DAMAGED,
+        )
     model = _bpe(
         vocabulary,
         merges=_merges_from_scores(vocabulary),
@@ -102,29 +110,32 @@ def _finish(
     backend.add_special_tokens(control)
     backend.add_tokens(user_defined)
     adds_bos = adds_bos if vocabulary.add_bos_token is None else vocabulary.add_bos_token
-    _set_bos_and_eos(
-        backend,
-        bos_token=vocabulary.tokens[bos_id] if adds_bos and bos_id is not None else None,
-        eos_token=vocabulary.tokens[eos_id] if vocabulary.add_eos_token and eos_id is not None else None,
-    )
     roles = {
         "bos_token": bos_id,
         "eos_token": eos_id,
         "unk_token": vocabulary.unk_token_id,
         "pad_token": vocabulary.pad_token_id,
     }
-    # The padding token may be none of the vocabulary: files hold 4294967295 for a pad_token_id of -1, and
-    # nothing is padded here.
+    # Any of them may be none of the vocabulary. It is missed if it belongs around a text.
     known = range(len(vocabulary.tokens))
     special_tokens = {
         role: vocabulary.tokens[id_] for role, id_ in roles.items() if id_ is not None and id_ in known
     }
+    added = {"bos_token": adds_bos, "eos_token": vocabulary.add_eos_token}
+    around = {role: special_tokens.get(role) for role, is_added in added.items() if is_added}
+    missing = {
+        role: id_
+        for role, token in around.items()
+        if token is None and (id_ := roles[role]) is not None and id_ >= 0 and id_ != NO_TOKEN
+    }
+    _set_bos_and_eos(backend, bos_token=around.get("bos_token"), eos_token=around.get("eos_token"))
     template = vocabulary.chat_template
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
         eos_token_ids=_end_ids(vocabulary, eos_id),
         chat_template=ChatTemplate(template, special_tokens=special_tokens) if template else None,
+        missing=missing,
     )
 
 
@@ -144,7 +155,8 @@ def _end_ids(vocabulary: GGUFVocabulary, eos_id: int | None) -> Iterable[int]:
     for token_id, token_type in enumerate(vocabulary.token_types or ()):
         if token_type == GGUFTokenType.CONTROL and vocabulary.tokens[token_id] in END_OF_TURN_TOKENS:
             ids.append(token_id)
-    return dict.fromkeys(token_id for token_id in ids if token_id is not None)
+    known = range(len(vocabulary.tokens))
+    return dict.fromkeys(token_id for token_id in ids if token_id is not None and token_id in known)
 
 
 def _splitter(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
@@ -211,12 +223,6 @@ def _check(vocabulary: GGUFVocabulary) -> None:
         raise ModelError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} tokens", hint=DAMAGED
         )
-    for role in ("bos", "eos", "eot", "unk"):
-        token_id = getattr(vocabulary, f"{role}_token_id")
-        if token_id is not None and not 0 <= token_id < num_tokens:
-            raise ModelError(
-                f"the {role} token id is {token_id}, but the vocabulary has {num_tokens} tokens", hint=DAMAGED
-            )
     seen: dict[str, int] = {}
     for token_id, token in enumerate(vocabulary.tokens):
         if token and seen.setdefault(token, token_id) != token_id:

@@ -19,6 +19,8 @@ from tiny_vllm.types import Pooling, Request, SamplingParams
 Prompt = str | Sequence[SupportsIndex]
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+IDS_HINT = "token ids are whole numbers; text comes as one string"
+VOCABULARY_HINT = "take ids from this model's own tokenizer"
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_BAD_WORDS = 1024
@@ -179,7 +181,7 @@ class RequestBuilder:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
         raise RequestError(
             f"{what} has token id {shown(wrong)}, but this model's ids are 0 to {self._vocab_size - 1}",
-            hint="take ids from this model's own tokenizer",
+            hint=VOCABULARY_HINT,
         )
 
     def _are_in_vocabulary(self, token_ids: Collection[int]) -> bool:
@@ -295,7 +297,9 @@ def _token_id(value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise RequestError(f"the prompt contains {shown(value)}, which is not a token id") from None
+        raise RequestError(
+            f"the prompt contains {shown(value)}, which is not a token id", hint=IDS_HINT
+        ) from None
 
 
 def _check_texts(name: str, texts: Sequence[str], max_number: int, max_characters: int) -> None:

@@ -25,7 +25,8 @@ class Tokenizer:
     special_tokens: role -> text, for example {"bos_token": "<s>"}. eos_token_ids: tokens that end a
     generation, as far as the tokenizer knows. vocab_size: one more than the highest id that stands for
     something; a model may have more rows than that. special_token_ids: control tokens, left out of text when
-    special tokens are skipped. adds_bos: encoding starts with the BOS token.
+    special tokens are skipped. adds_bos: encoding starts with the BOS token. missing: role -> id of tokens
+    that belong around a prompt, but that the vocabulary does not have: texts that get one are refused.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_template: ChatTemplate | None = None,
+        missing: Mapping[str, int] | None = None,
     ) -> None:
         # Checkpoints carry the limits of their training; a prompt is never cut or padded silently.
         backend.no_truncation()
@@ -44,6 +46,7 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self._missing = dict(missing or {})
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = self._id_of_role("bos_token")
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -83,6 +86,8 @@ class Tokenizer:
         """
         _check_text(text)
         self._check_len(text, context_len)
+        if add_special_tokens:
+            self._check_added("bos_token", "eos_token")
         if not parse_special_tokens and self._special_text.is_in(text):
             before, after = self._added_around if add_special_tokens else ([], [])
             return [*before, *self._special_text.encode(text), *after]
@@ -217,7 +222,16 @@ class Tokenizer:
         longest = max(map(len, vocabulary), default=0)  # a character for each byte
         return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
 
+    def _check_added(self, *roles: str) -> None:
+        for role in self._missing.keys() & roles:
+            raise RequestError(
+                f"the prompt gets the {role[:3].upper()} token {self._missing[role]}, but this tokenizer's "
+                f"ids are 0 to {self.vocab_size - 1}",
+                hint="send token ids, or use another tokenizer",
+            )
+
     def _with_bos(self, ids: list[int]) -> list[int]:
+        self._check_added("bos_token")
         if self.adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)

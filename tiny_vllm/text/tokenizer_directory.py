@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def load_tokenizer_directory(path: str | Path) -> Tokenizer:
     tokens, added tokens, chat_template as text or as a list of named templates), special_tokens_map.json,
     chat_template.jinja, additional_chat_templates/*.jinja and chat_template.json. What is added around a
     prompt is up to tokenizer.json alone: add_bos_token and add_eos_token speak to converters of old formats.
-    Raises ModelError for what is missing, damaged or contradictory.
+    Each may begin with a byte order mark. Raises ModelError for what is missing, damaged or contradictory.
     """
     path = Path(path)
     directory = path.parent if path.is_file() else path
@@ -70,9 +71,12 @@ def _read_backend(path: Path) -> Backend:
             hint = "tokenizer.model alone is not read: save the tokenizer in its fast form beside it"
         raise ModelError(f"{path} does not exist", hint=hint)
     try:
-        backend = Backend.from_file(str(path))
+        # The library takes no byte order mark; Python's reader of JSON does.
+        backend = Backend.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
         backend.encode("a")  # Some damage shows only now.
         return backend
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", hint=UNREADABLE) from None
     except Exception as error:  # the library raises bare Exception
         reason = printable(str(error), MAX_REASON_LEN)
         raise ModelError(f"{path} is not a tokenizer: {reason}", hint="download it again") from None
@@ -82,7 +86,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", hint=UNREADABLE) from None
     except (ValueError, RecursionError) as error:
@@ -189,7 +193,7 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> _Templates | 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}", hint="it must be a text file in UTF-8") from error
 
