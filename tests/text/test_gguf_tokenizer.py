@@ -144,15 +144,6 @@ def test_user_defined_tokens_are_matched_but_stay_in_the_text(byte_level_vocabul
     assert tokenizer.decode(ids) == "<tool>"
 
 
-def test_end_of_turn_tokens_end_a_generation(byte_level_vocabulary: GGUFVocabulary) -> None:
-    tokens = [*byte_level_vocabulary.tokens, "<|eot_id|>", "<|custom|>"]
-    types = [*(byte_level_vocabulary.token_types or ()), 3, 3]
-    vocabulary = replace(byte_level_vocabulary, tokens=tokens, token_types=types)
-    assert tokenizer_from_gguf(vocabulary).eos_token_ids == (1, len(tokens) - 2)
-    declared = replace(vocabulary, eot_token_id=len(tokens) - 1)
-    assert tokenizer_from_gguf(declared).eos_token_ids == (1, len(tokens) - 1, len(tokens) - 2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -185,7 +176,7 @@ BEYOND = 10**6
 
 
 @pytest.mark.parametrize("none", [-1, 2**32 - 1])
-@pytest.mark.parametrize("role", ["bos", "eos", "eot"])
+@pytest.mark.parametrize("role", ["bos", "eos"])
 def test_an_id_that_says_there_is_no_such_token_is_passed_over(
     sentencepiece_vocabulary: GGUFVocabulary, role: str, none: int
 ) -> None:
@@ -194,13 +185,12 @@ def test_an_id_that_says_there_is_no_such_token_is_passed_over(
     )
     tokenizer = tokenizer_from_gguf(vocabulary)
     word = tokenizer.encode("is", add_special_tokens=False)
-    around = {"bos": [*word, 2], "eos": [1, *word], "eot": [1, *word, 2]}
+    around = {"bos": [*word, 2], "eos": [1, *word]}
     assert tokenizer.encode("is") == around[role]
     assert f"{role}_token" not in tokenizer.special_tokens
-    assert set(tokenizer.eos_token_ids) == ({2} if role != "eos" else set())
 
 
-@pytest.mark.parametrize("role", ["eos", "eot", "bos", "unk"])
+@pytest.mark.parametrize("role", ["eos", "bos", "unk"])
 def test_ids_beyond_the_vocabulary_that_no_text_needs_are_passed_over(
     byte_level_vocabulary: GGUFVocabulary, role: str
 ) -> None:
@@ -211,7 +201,6 @@ def test_ids_beyond_the_vocabulary_that_no_text_needs_are_passed_over(
     assert tokenizer.special_tokens == {
         name: text for name, text in plain.special_tokens.items() if name != f"{role}_token"
     }
-    assert tokenizer.eos_token_ids == (() if role == "eos" else plain.eos_token_ids)
 
 
 def test_a_bos_token_beyond_the_vocabulary_fails_each_text_that_begins_with_it(

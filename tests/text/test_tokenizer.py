@@ -47,7 +47,7 @@ def test_no_bos_without_the_tokenizers_wish(byte_level_tokenizer: Tokenizer) -> 
 
 def test_a_conversation_gets_no_eos(byte_level_vocabulary: GGUFVocabulary) -> None:
     tokenizer = tokenizer_from_gguf(replace(byte_level_vocabulary, add_bos_token=True, add_eos_token=True))
-    assert tokenizer.encode("hi")[-1] == tokenizer.eos_token_id
+    assert tokenizer.encode("hi")[-1] == byte_level_vocabulary.eos_token_id
     assert tokenizer.encode_chat("hi") == tokenizer.encode("hi")[:-1]
 
 

@@ -60,17 +60,17 @@ def test_ids_and_texts_are_those_of_transformers(
             expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
     assert tokenizer.bos_token_id == reference.bos_token_id
-    assert tokenizer.eos_token_id == reference.eos_token_id
+    assert tokenizer.special_tokens.get("eos_token") == reference.eos_token
 
 
 def test_a_tokenizer_json_may_be_named_itself(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
     write(tmp_path, byte_level_tokenizer, tokenizer_config={"eos_token": "</s>"})
-    assert load_tokenizer_directory(tmp_path / "tokenizer.json").eos_token_ids == (1,)
+    assert load_tokenizer_directory(tmp_path / "tokenizer.json").special_tokens == {"eos_token": "</s>"}
 
 
 def test_roles_come_from_the_special_tokens_map_too(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
     write(tmp_path, byte_level_tokenizer, special_tokens_map={"eos_token": {"content": "</s>"}})
-    assert load_tokenizer_directory(tmp_path).eos_token_ids == (1,)
+    assert load_tokenizer_directory(tmp_path).special_tokens == {"eos_token": "</s>"}
 
 
 def test_added_tokens_of_the_config_are_added(tmp_path: Path, byte_level_tokenizer: Tokenizer) -> None:
@@ -227,8 +227,8 @@ def test_a_byte_order_mark_before_any_of_the_files_is_no_part_of_it(
     tokenizer = load_tokenizer_directory(tmp_path)
     assert len(marked) == 5
     assert tokenizer.encode("hello world") == plain.encode("hello world")
-    assert (tokenizer.special_tokens, tokenizer.eos_token_ids) == (plain.special_tokens, plain.eos_token_ids)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
+    assert tokenizer.special_tokens == plain.special_tokens
+    assert (tokenizer.bos_token_id, tokenizer.special_tokens["eos_token"]) == (0, "</s>")
     assert tokenizer.chat_template is not None and plain.chat_template is not None
     assert tokenizer.chat_template.source == "from JSON"
     assert tokenizer.chat_template.tool_source == plain.chat_template.tool_source == "with {{ tools }}"

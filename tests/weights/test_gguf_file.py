@@ -14,6 +14,7 @@ import torch
 from tests.helpers.tiny_gguf import K_QUANT_SCALES, WRITABLE_TYPES, write_tiny_gguf
 from tests.helpers.tiny_models import make_tiny_llama
 from tiny_vllm.errors import ModelError
+from tiny_vllm.text.gguf_vocabulary import GGUFTokenType
 from tiny_vllm.weights.bundled import bundled_model_path
 from tiny_vllm.weights.gguf_file import GGUFFile
 from tiny_vllm.weights.gguf_header import read_gguf_header
@@ -177,6 +178,33 @@ def test_end_of_turn_and_message_end_a_text_too(model: Any, tmp_path: Path) -> N
         path, model, metadata={"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 1}
     )
     assert GGUFFile(path).eos_token_ids == (1, 9)
+
+
+def test_control_tokens_whose_text_ends_a_turn_end_a_text(model: Any, tmp_path: Path) -> None:
+    """Many files name only the token that ends a document."""
+    path = tmp_path / "model.gguf"
+    tokens = [f"token{index}" for index in range(384)]
+    types = [GGUFTokenType.NORMAL] * 384
+    for index, text, kind in (
+        (7, "<|im_end|>", GGUFTokenType.CONTROL),
+        (8, "<end_of_turn>", GGUFTokenType.NORMAL),
+        (9, "<|other|>", GGUFTokenType.CONTROL),
+        (11, "<|eot_id|>", GGUFTokenType.CONTROL),
+    ):
+        tokens[index], types[index] = text, kind
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [int(kind) for kind in types]}
+    write_tiny_gguf(path, model, metadata=metadata)
+    assert GGUFFile(path).eos_token_ids == (1, 7, 11)
+    write_tiny_gguf(path, model, metadata={**metadata, "tokenizer.ggml.eot_token_id": 11})
+    assert GGUFFile(path).eos_token_ids == (1, 11, 7)
+
+
+def test_sentencepiece_files_that_name_no_end_mean_its_default(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for kind, expected in (("llama", (2,)), ("gpt2", ())):
+        metadata = {"tokenizer.ggml.model": kind, "tokenizer.ggml.eos_token_id": None}
+        write_tiny_gguf(path, model, metadata=metadata)
+        assert GGUFFile(path).eos_token_ids == expected
 
 
 def test_a_file_without_a_vocabulary_says_so(model: Any, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -10,23 +10,23 @@ from tokenizers import Tokenizer as Backend
 from tiny_vllm.errors import MAX_REASON_LEN, ModelError, printable, shown
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from tiny_vllm.text.gguf_vocabulary import GGUFTokenType, GGUFVocabulary
+from tiny_vllm.text.gguf_vocabulary import (
+    DEFAULT_BOS_ID,
+    DEFAULT_EOS_ID,
+    DEFAULT_UNK_ID,
+    GGUFTokenType,
+    GGUFVocabulary,
+)
 from tiny_vllm.text.tokenizer import Tokenizer
 
 SPACE = "▁"
 """SentencePiece writes a space as U+2581."""
-
-DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
-"""What SentencePiece models mean when the file names no such token."""
 
 NO_TOKEN = 2**32 - 1
 """What files hold for an id of -1, which says that there is no such token."""
 
 DAMAGED = "download the file again, or use another tokenizer: pass tokenizer="
 """The hint for a vocabulary that cannot be used."""
-
-END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a reply. Many files name only the token that ends a document."""
 
 
 def tokenizer_from_gguf(vocabulary: GGUFVocabulary) -> Tokenizer:
@@ -133,7 +133,6 @@ def _finish(
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
-        eos_token_ids=_end_ids(vocabulary, eos_id),
         chat_template=ChatTemplate(template, special_tokens=special_tokens) if template else None,
         missing=missing,
     )
@@ -148,15 +147,6 @@ def _set_bos_and_eos(backend: Backend, *, bos_token: str | None, eos_token: str 
     template = [bos_token] * (bos_token is not None) + ["$A"] + [eos_token] * (eos_token is not None)
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around)]
     backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=ids)
-
-
-def _end_ids(vocabulary: GGUFVocabulary, eos_id: int | None) -> Iterable[int]:
-    ids = [eos_id, vocabulary.eot_token_id]
-    for token_id, token_type in enumerate(vocabulary.token_types or ()):
-        if token_type == GGUFTokenType.CONTROL and vocabulary.tokens[token_id] in END_OF_TURN_TOKENS:
-            ids.append(token_id)
-    known = range(len(vocabulary.tokens))
-    return dict.fromkeys(token_id for token_id in ids if token_id is not None and token_id in known)
 
 
 def _splitter(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:

@@ -18,6 +18,13 @@ class GGUFTokenType(IntEnum):
     BYTE = 6
 
 
+DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
+"""What SentencePiece models mean when the file names no such token."""
+
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end a reply. Many files name only the token that ends a document."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFVocabulary:
     """The metadata under `tokenizer.*`. A field is None where the file has no such key.
@@ -39,7 +46,6 @@ class GGUFVocabulary:
     merges: Sequence[str] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
-    eot_token_id: int | None = None
     unk_token_id: int | None = None
     pad_token_id: int | None = None
     add_bos_token: bool | None = None

@@ -22,11 +22,11 @@ NFC_SHRINKS = 3
 class Tokenizer:
     """A tokenizer of the `tokenizers` library with the facts a model needs beside it.
 
-    special_tokens: role -> text, for example {"bos_token": "<s>"}. eos_token_ids: tokens that end a
-    generation, as far as the tokenizer knows. vocab_size: one more than the highest id that stands for
-    something; a model may have more rows than that. special_token_ids: control tokens, left out of text when
-    special tokens are skipped. adds_bos: encoding starts with the BOS token. missing: role -> id of tokens
-    that belong around a prompt, but that the vocabulary does not have: texts that get one are refused.
+    special_tokens: role -> text, for example {"bos_token": "<s>"}. vocab_size: one more than the highest id
+    that stands for something; a model may have more rows than that. special_token_ids: control tokens, left
+    out of text when special tokens are skipped. adds_bos: encoding starts with the BOS token. missing: role
+    -> id of tokens that belong around a prompt, but that the vocabulary does not have: texts that get one are
+    refused.
     """
 
     def __init__(
@@ -34,7 +34,6 @@ class Tokenizer:
         backend: Backend,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        eos_token_ids: Iterable[int] = (),
         chat_template: ChatTemplate | None = None,
         missing: Mapping[str, int] | None = None,
     ) -> None:
@@ -47,7 +46,6 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self._missing = dict(missing or {})
-        self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = self._id_of_role("bos_token")
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids = frozenset(
@@ -63,10 +61,6 @@ class Tokenizer:
     def drops_leading_space(self) -> bool:
         """Whether decoding drops the space at the very start of a text, as SentencePiece does."""
         return self._pieces.strips_leading_space
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(
         self,

@@ -44,11 +44,9 @@ def load_tokenizer_directory(path: str | Path) -> Tokenizer:
     roles = {role: token for role, token in roles.items() if backend.token_to_id(token) is not None}
     _mark_special(backend, [*roles.values(), *_further_special_tokens(config)])
     templates = _chat_templates(directory, config)
-    eos_token_id = backend.token_to_id(roles["eos_token"]) if "eos_token" in roles else None
     return Tokenizer(
         backend,
         special_tokens=roles,
-        eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         chat_template=None if templates is None else templates.with_tokens(roles),
     )
 

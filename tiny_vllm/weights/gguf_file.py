@@ -9,7 +9,7 @@ weights, files hold the sum; reading takes the offset off again.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -23,7 +23,12 @@ from torch import Tensor
 from tiny_vllm.errors import ModelError, printable, shown
 from tiny_vllm.models.gguf_metadata import RopeTensors, architecture_of, spec_from_gguf
 from tiny_vllm.models.spec import ModelSpec
-from tiny_vllm.text.gguf_vocabulary import GGUFVocabulary
+from tiny_vllm.text.gguf_vocabulary import (
+    DEFAULT_EOS_ID,
+    END_OF_TURN_TOKENS,
+    GGUFTokenType,
+    GGUFVocabulary,
+)
 from tiny_vllm.weights.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 
 PLAIN_DTYPES: Mapping[str, torch.dtype] = {
@@ -67,7 +72,6 @@ VOCABULARY: Mapping[str, tuple[str, str]] = {
     "merges": ("tokenizer.ggml.merges", "a list of texts"),
     "bos_token_id": ("tokenizer.ggml.bos_token_id", "an integer"),
     "eos_token_id": ("tokenizer.ggml.eos_token_id", "an integer"),
-    "eot_token_id": ("tokenizer.ggml.eot_token_id", "an integer"),
     "unk_token_id": ("tokenizer.ggml.unknown_token_id", "an integer"),
     "pad_token_id": ("tokenizer.ggml.padding_token_id", "an integer"),
     "add_bos_token": ("tokenizer.ggml.add_bos_token", "true or false"),
@@ -128,8 +132,18 @@ class GGUFFile:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End of sequence, end of turn and end of message: any of them ends an answer."""
-        ids = (self._token_id(kind) for kind in ("eos", "eot", "eom"))
+        """End of sequence, end of turn and end of message, as the file names them, and control tokens whose
+        text says so: any of them ends an answer."""
+        ids = [self._token_id(kind) for kind in ("eos", "eot", "eom")]
+        if ids[0] is None and self.metadata.get("tokenizer.ggml.model") == "llama":
+            ids[0] = DEFAULT_EOS_ID
+        tokens, types = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+        if isinstance(tokens, Sequence) and isinstance(types, Sequence):
+            ids += [
+                token_id
+                for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+                if kind == GGUFTokenType.CONTROL and token in END_OF_TURN_TOKENS
+            ]
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def vocabulary(self) -> GGUFVocabulary:
@@ -141,8 +155,9 @@ class GGUFFile:
                     f"{self.path} holds no tokenizer: it has no {VOCABULARY[field][0]}",
                     hint="pass tokenizer=",
                 )
-        # Only `eos_token_ids` uses it, which passes over what is no integer.
-        self._vocabulary_value("tokenizer.ggml.eom_token_id", "an integer")
+        # Only `eos_token_ids` uses these, which passes over what is no integer.
+        for kind in ("eot", "eom"):
+            self._vocabulary_value(f"tokenizer.ggml.{kind}_token_id", "an integer")
         return GGUFVocabulary(**values)
 
     def _vocabulary_value(self, key: str, kind: str) -> Any:
