@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.tiny_models import edit_json, save_tiny_tokenizer
 from tiny_vllm.errors import RequestError
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.tokenizer import Tokenizer
@@ -149,6 +151,35 @@ def test_loop_controls_dates_and_variables_work() -> None:
     assert template(source).render([USER]) == "1"
     assert re.fullmatch(r"\d{4}-\d\d", template("{{ strftime_now('%Y-%m') }}").render([USER]))
     assert template("{{ mood }}").render([USER], variables={"mood": "calm"}) == "calm"
+
+
+GENERATION = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<assistant>' }}{% generation %}{{- message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- '<' + message.role + '>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% generation %}
+  {%- set inside = 'x' %}{% endgeneration %}{{ inside }}{% endif %}
+"""
+"""As SmolLM3's template and many for training mark what the model says."""
+
+
+def test_blocks_that_mark_what_the_model_says_are_text_as_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    messages = [USER, {"role": "assistant", "content": "ho"}, USER]
+    rendered = template(GENERATION).render(messages)
+    assert rendered == "<user>hi<assistant>ho</s><user>hi<assistant>"
+    save_tiny_tokenizer(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", eos_token="</s>")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert rendered == theirs.apply_chat_template(
+        messages, chat_template=GENERATION, tokenize=False, add_generation_prompt=True
+    )
+    with pytest.raises(RequestError, match="not valid Jinja: line 1: Unexpected end of template"):
+        template("{% generation %}").render([USER])
 
 
 @pytest.mark.parametrize(

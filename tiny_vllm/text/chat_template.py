@@ -10,8 +10,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiny_vllm.errors import JSON_TYPES, MAX_REASON_LEN, RequestError, json_type, printable, shown
@@ -37,8 +38,8 @@ TYPE_NAME = re.compile(rf"\b({'|'.join(JSON_TYPES)}|None)\b(?: object(?='))?")
 class ChatTemplate:
     """A chat template, compiled when it is first used: a broken one is no obstacle to plain prompts.
 
-    source: Jinja, with what chat templates expect: loop controls, `raise_exception`, `strftime_now`, a
-    `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
+    source: Jinja, with what chat templates expect: loop controls, blocks of `generation`, `raise_exception`,
+    `strftime_now`, a `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
     tool_source: the template to use when tools are given, if there is a separate one.
     special_tokens: variables of the template, for example {"bos_token": "<s>"}.
     """
@@ -235,9 +236,19 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
     return parts
 
 
+class _Generation(Extension):
+    """Marks of what the model says, for its training: `{% generation %} ... {% endgeneration %}`. No text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
