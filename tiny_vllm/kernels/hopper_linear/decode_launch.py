@@ -41,9 +41,9 @@ WRITTEN_WIDTHS = (64, 128, 256)
 WIDTHS = (48, 64, 96, 128, 192)
 GATED_WIDTHS = (64, 96, 112, 128, 192, 224, 256)
 SPLITS = (1, 2, 3, 4)
-# Of 128 rows, pairs of blocks with 64 each are slower by themselves; but whole steps of Llama-3.1-8B, which run
-# at the card's power limit, take 3 % less with them. Those of smaller models, with no larger matrix than this,
-# take up to 5 % more.
+# Of 128 rows, pairs of blocks with 64 each are slower by themselves; but whole steps of Llama-3.1-8B, which
+# run at the card's power limit, take 3 % less with them. Those of smaller models, with no larger matrix than
+# this, take up to 5 % more.
 PAIRED_WEIGHTS = 4096 * 4096
 # Sums of a thread, by warpgroups: what all threads have of registers leaves room for no more.
 MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
