@@ -122,6 +122,58 @@ def test_an_assistant_message_may_carry_only_tool_calls() -> None:
     assert template(source).render([call]) == "add"
 
 
+CALLED = (
+    "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{{ call.function.name }} WRITTEN{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "rendered"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": 1}'),
+        ("{{ call.function | tojson }}", '{"name": "add", "arguments": {"a": 1}}'),
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "a=1"),
+        # Such templates get the client's own text.
+        ("{{ call.function.arguments }}", '{"a":1}'),
+        ("{{ 'json ' + call.function.arguments }}", 'json {"a":1}'),
+        (
+            "{% if call.function.arguments is string %}{{ call.function.arguments }}"
+            "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
+            '{"a":1}',
+        ),
+    ],
+)
+def test_arguments_of_calls_are_read_for_templates_that_take_objects(written: str, rendered: str) -> None:
+    """OpenAI's clients send them as a text, most templates write an object."""
+    chat = template(CALLED.replace("WRITTEN", written))
+    function = {"name": "add", "arguments": '{"a":1}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    assert chat.render(chat.read_arguments([USER, call])) == f"add {rendered}"
+    assert function["arguments"] == '{"a":1}'
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "\x00", 3, None, {"a": 2}, "[" * 100_000, "1" * 5000])
+def test_arguments_that_are_no_object_stay_what_they_are(arguments: Any) -> None:
+    chat = template(CALLED.replace("WRITTEN", "{{ call.function.arguments | tojson }}"))
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    assert chat.read_arguments(messages) == messages
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "hi", [3], [{"tool_calls": 3}], [{"tool_calls": [3]}], [{"tool_calls": [{"function": 3}]}]],
+)
+def test_malformed_calls_are_left_to_the_template(messages: Any) -> None:
+    assert template(CALLED.replace("WRITTEN", "x")).read_arguments(messages) == messages
+
+
+def test_a_call_without_arguments_may_have_an_empty_text() -> None:
+    chat = template(CALLED.replace("WRITTEN", "{{ call.function.arguments | tojson }}"))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]}
+    assert chat.render(chat.read_arguments([call])) == "now {}"
+
+
 def test_tools_are_written_as_json_without_html_escapes() -> None:
     source = "{% if tools %}{{ tools | tojson }}{% endif %}"
     tools = [{"name": "größer", "description": "a < b & 'c'"}]
