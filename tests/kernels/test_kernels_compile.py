@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -262,6 +263,14 @@ def test_kernels_for_many_tokens() -> None:
         )
     check(kernels)
     assert len(kernels) == 12
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_cut_off_gates_that_are_no_numbers_stay_none(capability: int) -> None:
+    """A minimum of PTX takes the other value, unless it is told not to; the interpreter never does."""
+    with compiling(capability) as kernels:
+        gated_activation(meta(512, 16384), "clamped_swiglu")
+    assert {"min.NaN.f32", "max.NaN.f32"} == set(re.findall(r"(?:min|max)\.[\w.]+", kernels[0].ptx))
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.tiny_models import edit_json, save_tiny_tokenizer
 from tiny_vllm.errors import RequestError
 from tiny_vllm.text.chat_template import ChatTemplate
 from tiny_vllm.text.tokenizer import Tokenizer
@@ -120,6 +122,58 @@ def test_an_assistant_message_may_carry_only_tool_calls() -> None:
     assert template(source).render([call]) == "add"
 
 
+CALLED = (
+    "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{{ call.function.name }} WRITTEN{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "rendered"),
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": 1}'),
+        ("{{ call.function | tojson }}", '{"name": "add", "arguments": {"a": 1}}'),
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "a=1"),
+        # Such templates get the client's own text.
+        ("{{ call.function.arguments }}", '{"a":1}'),
+        ("{{ 'json ' + call.function.arguments }}", 'json {"a":1}'),
+        (
+            "{% if call.function.arguments is string %}{{ call.function.arguments }}"
+            "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
+            '{"a":1}',
+        ),
+    ],
+)
+def test_arguments_of_calls_are_read_for_templates_that_take_objects(written: str, rendered: str) -> None:
+    """OpenAI's clients send them as a text, most templates write an object."""
+    chat = template(CALLED.replace("WRITTEN", written))
+    function = {"name": "add", "arguments": '{"a":1}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    assert chat.render(chat.read_arguments([USER, call])) == f"add {rendered}"
+    assert function["arguments"] == '{"a":1}'
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "\x00", 3, None, {"a": 2}, "[" * 100_000, "1" * 5000])
+def test_arguments_that_are_no_object_stay_what_they_are(arguments: Any) -> None:
+    chat = template(CALLED.replace("WRITTEN", "{{ call.function.arguments | tojson }}"))
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    assert chat.read_arguments(messages) == messages
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "hi", [3], [{"tool_calls": 3}], [{"tool_calls": [3]}], [{"tool_calls": [{"function": 3}]}]],
+)
+def test_malformed_calls_are_left_to_the_template(messages: Any) -> None:
+    assert template(CALLED.replace("WRITTEN", "x")).read_arguments(messages) == messages
+
+
+def test_a_call_without_arguments_may_have_an_empty_text() -> None:
+    chat = template(CALLED.replace("WRITTEN", "{{ call.function.arguments | tojson }}"))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]}
+    assert chat.render(chat.read_arguments([call])) == "now {}"
+
+
 def test_tools_are_written_as_json_without_html_escapes() -> None:
     source = "{% if tools %}{{ tools | tojson }}{% endif %}"
     tools = [{"name": "größer", "description": "a < b & 'c'"}]
@@ -149,6 +203,35 @@ def test_loop_controls_dates_and_variables_work() -> None:
     assert template(source).render([USER]) == "1"
     assert re.fullmatch(r"\d{4}-\d\d", template("{{ strftime_now('%Y-%m') }}").render([USER]))
     assert template("{{ mood }}").render([USER], variables={"mood": "calm"}) == "calm"
+
+
+GENERATION = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<assistant>' }}{% generation %}{{- message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- '<' + message.role + '>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% generation %}
+  {%- set inside = 'x' %}{% endgeneration %}{{ inside }}{% endif %}
+"""
+"""As SmolLM3's template and many for training mark what the model says."""
+
+
+def test_blocks_that_mark_what_the_model_says_are_text_as_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    messages = [USER, {"role": "assistant", "content": "ho"}, USER]
+    rendered = template(GENERATION).render(messages)
+    assert rendered == "<user>hi<assistant>ho</s><user>hi<assistant>"
+    save_tiny_tokenizer(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", eos_token="</s>")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert rendered == theirs.apply_chat_template(
+        messages, chat_template=GENERATION, tokenize=False, add_generation_prompt=True
+    )
+    with pytest.raises(RequestError, match="not valid Jinja: line 1: Unexpected end of template"):
+        template("{% generation %}").render([USER])
 
 
 @pytest.mark.parametrize(

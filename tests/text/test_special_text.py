@@ -241,3 +241,38 @@ def test_a_mark_is_one_that_nobody_wrote() -> None:
 def test_half_a_character_is_refused_wherever_it_is(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"U\+D83D"):
         tokenizer.encode_messages(user("hi"), variables={"unused": ["\ud83d"]})
+
+
+def test_escapes_in_arguments_of_calls_make_no_control_tokens(vocabulary: GGUFVocabulary) -> None:
+    written = "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    tokenizer = with_control(vocabulary, f"{{% for m in messages %}}<|user|>{written}{{% endfor %}}")
+    function = {"name": "f", "arguments": r'{"a": "\u003c|im_end|\u003e"}'}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    text, ids = tokenizer.encode_messages(messages)
+    assert text == '<|user|>{"a": "<|im_end|>"}'
+    assert len(control_ids(tokenizer, ids)) == 1 + tokenizer.adds_bos
+    # A lone surrogate is no text, however it is spelled.
+    function["arguments"] = r'{"a": "\ud800"}'
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        tokenizer.encode_messages(messages)
+
+
+@pytest.mark.parametrize("control", ["", "<|im_end|>"])
+def test_what_is_nested_too_deeply_is_refused(vocabulary: GGUFVocabulary, control: str) -> None:
+    written = "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    tokenizer = with_control(vocabulary, f"{{% for m in messages %}}{written}{{% endfor %}}")
+    nested: Any = control
+    for _ in range(2000):
+        nested = {"a": nested}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        tokenizer.encode_messages([{"role": "assistant", "content": "", "extra": nested}])
+    refused = []
+    for depth in range(100, 1000, 50):
+        function = {"name": "f", "arguments": '{"a":' * depth + f'"{control}"' + "}" * depth}
+        message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        try:
+            tokenizer.encode_messages([message])
+        except RequestError as error:
+            refused.append(error.message)
+    # How deep is too deep depends on the caller; what JSON itself finds too deep stays a text.
+    assert all("nested too deeply" in message or "recursion depth" in message for message in refused)

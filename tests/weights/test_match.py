@@ -97,6 +97,16 @@ def test_experts_of_old_gguf_files_are_found_one_by_one() -> None:
     assert found["layers.0.down.10"] == "blk.0.ffn_down.10.weight"
 
 
+def test_a_single_expert_is_found_apart() -> None:
+    single = spec("Mixtral", num_local_experts=1, num_experts_per_tok=1)
+    router = {f"{LAYER}block_sparse_moe.gate.weight": (1, 8)}
+    experts = {name: shape for name, shape in EXPERTS.items() if ".experts.0." in name}
+    found = match_tensors(single, {**SHAPES, **APART, **router, **experts}, where="here")
+    assert found["layers.0.up.0"] == f"{LAYER}block_sparse_moe.experts.0.w3.weight"
+    gguf = {**GGUF, "blk.0.ffn_gate_inp.weight": (1, 8)}
+    refused(single, gguf, "missing 3 tensors: blk.0.ffn_gate_exps.weight, blk.0.ffn_up_exps.weight, ")
+
+
 def test_a_weight_in_two_forms_is_refused() -> None:
     refused(
         spec("Phi3"),

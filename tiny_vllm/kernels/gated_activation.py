@@ -54,8 +54,10 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 sqrt(2 / pi) = 1.5957691216.
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
     else:
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        # Without it, NaN is cut off to a number, and a broken row looks sound.
+        ALL: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, 7.0, propagate_nan=ALL)
+        up = tl.minimum(tl.maximum(up, -7.0, propagate_nan=ALL), 7.0, propagate_nan=ALL)
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
 
 

@@ -10,8 +10,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiny_vllm.errors import JSON_TYPES, MAX_REASON_LEN, RequestError, json_type, printable, shown
@@ -40,8 +41,8 @@ TYPE_NAME = re.compile(rf"\b({'|'.join(JSON_TYPES)}|None)\b(?: object(?='))?")
 class ChatTemplate:
     """A chat template, compiled when it is first used: a broken one is no obstacle to plain prompts.
 
-    source: Jinja, with what chat templates expect: loop controls, `raise_exception`, `strftime_now`, a
-    `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
+    source: Jinja, with what chat templates expect: loop controls, blocks of `generation`, `raise_exception`,
+    `strftime_now`, a `tojson` that does not escape HTML. It runs in a sandbox that cannot change its input.
     tool_source: the template to use when tools are given, if there is a separate one.
     special_tokens: variables of the template, for example {"bos_token": "<s>"}.
     """
@@ -105,6 +106,18 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {_in_words_of_json(error)}"
             ) from None
 
+    def read_arguments(self, messages: Any) -> Any:
+        """The messages, with the arguments of tool calls as objects if the template takes them so.
+
+        OpenAI's clients send them as JSON in a text, which such a template would write as a string in JSON.
+        What is no JSON object, or is malformed otherwise, stays as it is.
+        """
+        if not _is_list(messages) or not any(_calls(message) for message in messages):
+            return messages
+        if not self._compiled.wants_objects:
+            return messages
+        return [_with_objects(message) for message in messages]
+
     def _check_message(self, place: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise RequestError(
@@ -164,30 +177,56 @@ class ChatTemplate:
                 hint=REPAIR,
             ) from None
         return _Compiled(
-            template, tool_template, takes_tools="tools" in variables, wants_parts=self._takes_parts(template)
+            template,
+            tool_template,
+            takes_tools="tools" in variables,
+            wants_parts=self._takes_parts(template),
+            wants_objects=self._takes_objects(tool_template),
         )
 
     def _takes_parts(self, template: Template) -> bool:
         """Whether the template reads a list of parts; one for text only would print the list itself."""
         probe = "content-parts-probe"
-        message = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        rendered = self._try(template, [{"role": "user", "content": [{"type": "text", "text": probe}]}])
+        return probe in rendered and f"'{probe}'" not in rendered and f'"{probe}"' not in rendered
+
+    def _takes_objects(self, template: Template) -> bool:
+        """Whether the template writes arguments of calls from an object, and not from a text as it is."""
+        key, value = "argument-key-probe", "argument-value-probe"
+
+        def written(arguments: object) -> str:
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "call00000", "type": "function", "function": function}
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+            return self._try(template, [messages[0], {**messages[1], "tool_calls": [call]}])
+
+        text = json.dumps({key: value})
+        rendered = written({key: value})
+        return (
+            text not in written(text) and key in rendered and value in rendered and f"'{key}'" not in rendered
+        )
+
+    def _try(self, template: Template, messages: Sequence[Message]) -> str:
+        """Empty if the template refuses the messages."""
         try:
-            rendered = template.render(
-                {**self.special_tokens, "messages": [message], "tools": None, "add_generation_prompt": True}
+            return template.render(
+                {**self.special_tokens, "messages": messages, "tools": None, "add_generation_prompt": True}
             )
         except Exception:
-            return False
-        return probe in rendered and f"'{probe}'" not in rendered and f'"{probe}"' not in rendered
+            return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """takes_tools: whether tools reach the prompt. wants_parts: whether it reads content as parts."""
+    """takes_tools: whether tools reach the prompt. wants_parts: whether it reads content as parts.
+    wants_objects: whether it writes arguments of tool calls from objects.
+    """
 
     template: Template
     tool_template: Template
     takes_tools: bool
     wants_parts: bool
+    wants_objects: bool
 
 
 def _in_words_of_json(error: Exception) -> str:
@@ -198,6 +237,31 @@ def _in_words_of_json(error: Exception) -> str:
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _calls(message: object) -> Sequence[object]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if _is_list(calls) else ()
+
+
+def _with_objects(message: object) -> object:
+    calls = _calls(message)
+    if not calls or not isinstance(message, Mapping):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        # Models write nothing where a function takes nothing.
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def _check_list(messages: object) -> Sequence[object]:
@@ -241,9 +305,19 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
     return parts
 
 
+class _Generation(Extension):
+    """Marks of what the model says, for its training: `{% generation %} ... {% endgeneration %}`. No text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

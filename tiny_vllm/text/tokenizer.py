@@ -106,23 +106,43 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("this model has no chat template", hint="send a prompt as text")
+        try:
+            return self._encode_messages(
+                self.chat_template, messages, parse_special_tokens, context_len, options
+            )
+        except RecursionError:
+            raise RequestError(
+                "the messages, tools or template variables are nested too deeply",
+                hint="nest fewer lists and objects",
+            ) from None
+
+    def _encode_messages(
+        self,
+        chat_template: ChatTemplate,
+        messages: Sequence[Message],
+        parse_special_tokens: bool,
+        context_len: int | None,
+        options: Mapping[str, Any],
+    ) -> tuple[str, list[int]]:
+        # Before its control tokens are looked for: JSON may spell them with escapes.
+        messages = chat_template.read_arguments(messages)
         given = [messages, options.get("tools"), options.get("variables")]
         texts = list(strings_in(given))
         for text in texts:
             _check_text(text)
         marking = None if parse_special_tokens else self._special_text.marking(texts)
         if marking is None:
-            text = self.chat_template.render(messages, **options)
+            text = chat_template.render(messages, **options)
             self._check_len(text, context_len)
             return text, self.encode_chat(text)
         mark, put = marking
         put_into = [map_strings(value, put) for value in given]
         try:
-            marked = self.chat_template.render(
+            marked = chat_template.render(
                 put_into[0], **{**options, "tools": put_into[1], "variables": put_into[2]}
             )
         except RequestError:
-            self.chat_template.render(messages, **options)  # Refused in the client's own words.
+            chat_template.render(messages, **options)  # Refused in the client's own words.
             raise
         text = marked.replace(mark, "")
         self._check_len(text, context_len)

@@ -49,7 +49,7 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
     for part in expected_shapes(spec):
         atoms = forms[part].atoms
         absent = [atom for atom in atoms if atom not in brought]
-        if is_gguf and len(atoms) == len(absent) > 1:
+        if is_gguf and atoms != (part,) and len(absent) == len(atoms):
             missing.append(table.stored(part, holds_experts=True))
         else:
             missing += map(table.stored, absent)

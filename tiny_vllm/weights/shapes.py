@@ -75,7 +75,7 @@ def stored_forms(spec: ModelSpec) -> dict[str, StoredForm]:
     atoms = {part: _atoms(part, shape, spec) for part, shape in expected.items()}
     forms = {part: StoredForm(shape, atoms[part]) for part, shape in expected.items()}
     for part in expected:
-        if len(atoms[part]) > 1:
+        if atoms[part] != (part,):
             forms |= {atom: StoredForm(expected[part][1:], (atom,)) for atom in atoms[part]}
     for index in range(spec.num_layers):
         for name, parts in (("qkv", "q k v"), ("gate_up", "gate up")):

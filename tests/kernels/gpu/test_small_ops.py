@@ -90,6 +90,14 @@ def test_gated_activation(
     check(gated_activation(gate_up, activation), FORMULAS[activation](gate, up), dtype)
 
 
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_what_is_no_number_passes_through_activations(device: torch.device, activation: str) -> None:
+    gate_up = torch.ones(1, 12, device=device)
+    gate_up[0, 1] = gate_up[0, 6 + 3] = float("nan")
+    activated = gated_activation(gate_up, activation)
+    assert activated.isnan().tolist() == [[False, True, False, True, False, False]]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_embedding(device: torch.device, width: int) -> None:
     table = torch.randn(50, width, device=device).half()
