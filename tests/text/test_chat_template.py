@@ -216,7 +216,7 @@ GENERATION = """\
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% generation %}
   {%- set inside = 'x' %}{% endgeneration %}{{ inside }}{% endif %}
 """
-"""As SmolLM3's template and many for training mark what the model says."""
+"""As templates for training mark what the model says."""
 
 
 def test_blocks_that_mark_what_the_model_says_are_text_as_in_transformers(tmp_path: Path) -> None:

@@ -199,6 +199,21 @@ def test_control_tokens_whose_text_ends_a_turn_end_a_text(model: Any, tmp_path: 
     assert GGUFFile(path).eos_token_ids == (1, 11, 7)
 
 
+def test_where_a_message_may_be_followed_by_another_its_end_ends_no_text(model: Any, tmp_path: Path) -> None:
+    """gpt-oss thinks in messages of their own; only <|return|> and <|call|> hand over."""
+    path = tmp_path / "model.gguf"
+    tokens = [f"token{index}" for index in range(384)]
+    tokens[7:10] = "<|return|>", "<|end|>", "<|call|>"
+    types = [int(GGUFTokenType.NORMAL)] * 7 + [int(GGUFTokenType.CONTROL)] * 3
+    types += [int(GGUFTokenType.NORMAL)] * (384 - len(types))
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    write_tiny_gguf(path, model, metadata=metadata)
+    assert GGUFFile(path).eos_token_ids == (1, 7, 9)
+    tokens[7] = "other"
+    write_tiny_gguf(path, model, metadata=metadata)
+    assert GGUFFile(path).eos_token_ids == (1, 8, 9)
+
+
 def test_sentencepiece_files_that_name_no_end_mean_its_default(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for kind, expected in (("llama", (2,)), ("gpt2", ())):

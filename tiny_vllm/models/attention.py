@@ -126,13 +126,15 @@ class Attention:
         if self.softcap is not None or self.sinks is not None:
             self.plain_limit = 0
         self.qkv = Linear(weights.qkv, weights.qkv_bias)
-        norms: HeadNorms | None = None
+        self.head_norms: HeadNorms | None = None
+        self.whole_norms: tuple[Tensor, Tensor] | None = None
+        """Of all query heads together, and of all key heads."""
         if weights.q_norm is not None and weights.k_norm is not None:
             q_norm, k_norm = (norm.float() + spec.norm_offset for norm in (weights.q_norm, weights.k_norm))
-            norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
-        is_per_head = spec.qk_norm == "head"
-        self.head_norms = norms if is_per_head else None
-        self.whole_norms = None if is_per_head else norms
+            if spec.qk_norm == "head":
+                self.head_norms = HeadNorms(q_norm, k_norm, spec.rms_norm_eps)
+            else:
+                self.whole_norms = q_norm, k_norm
         self.output = Linear(weights.output, weights.output_bias)
         self.join = join
 
@@ -141,19 +143,19 @@ class Attention:
     ) -> Tensor:
         qkv = self.qkv(hidden)
         if self.whole_norms is not None:
-            self._norm_whole(qkv, self.whole_norms)
+            self._norm_whole(qkv, *self.whole_norms)
         q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads, self.head_norms)
         attended = self._attend(q, step, k_cache, v_cache).flatten(1)
         if self.join.is_sum:
             return self.output.add(attended, residual)
         return self.join(self.output(attended), residual)
 
-    def _norm_whole(self, qkv: Tensor, norms: HeadNorms) -> None:
+    def _norm_whole(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """All of q and all of k, in place. qkv [T, qkv_size]."""
         spec = self.spec
         q, k, _ = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], -1)
-        norm_in_place(q, norms.q, norms.eps)
-        norm_in_place(k, norms.k, norms.eps)
+        norm_in_place(q, q_norm, spec.rms_norm_eps)
+        norm_in_place(k, k_norm, spec.rms_norm_eps)
 
     def _attend(self, q: Tensor, step: AttentionStep, k_cache: Cache, v_cache: Cache) -> Tensor:
         is_plain = step.longest <= self.plain_limit

@@ -145,7 +145,7 @@ class ChatTemplate:
             )
         if content is None:
             if not message.get("tool_calls"):
-                raise RequestError(f"messages[{place}] has no content", hint="content is a string")
+                raise RequestError(f"messages[{place}] has no content", hint=USE_MESSAGE)
             return dict(message)
         if isinstance(content, str):
             return dict(message)
@@ -280,7 +280,7 @@ def _text_parts(place: int, content: object) -> list[dict[str, str]]:
         raise RequestError(
             f"messages[{place}].content is of type {json_type(content)}, "
             "but must be a string or a list of text parts",
-            hint="content is a string",
+            hint=USE_MESSAGE,
         )
     parts = []
     for part in content:

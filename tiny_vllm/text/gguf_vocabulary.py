@@ -21,8 +21,13 @@ class GGUFTokenType(IntEnum):
 DEFAULT_UNK_ID, DEFAULT_BOS_ID, DEFAULT_EOS_ID = 0, 1, 2
 """What SentencePiece models mean when the file names no such token."""
 
-END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+END_OF_TURN_TOKENS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>"}
+)
 """Control tokens that end a reply. Many files name only the token that ends a document."""
+
+END_OF_MESSAGE, END_OF_REPLY = "<|end|>", "<|return|>"
+"""Where there is the second, as in gpt-oss, the first ends one of a reply's messages, and more follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

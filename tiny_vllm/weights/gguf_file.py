@@ -25,6 +25,8 @@ from tiny_vllm.models.gguf_metadata import RopeTensors, architecture_of, spec_fr
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.text.gguf_vocabulary import (
     DEFAULT_EOS_ID,
+    END_OF_MESSAGE,
+    END_OF_REPLY,
     END_OF_TURN_TOKENS,
     GGUFTokenType,
     GGUFVocabulary,
@@ -139,11 +141,14 @@ class GGUFFile:
             ids[0] = DEFAULT_EOS_ID
         tokens, types = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
         if isinstance(tokens, Sequence) and isinstance(types, Sequence):
-            ids += [
-                token_id
+            found = {
+                token: token_id
                 for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
                 if kind == GGUFTokenType.CONTROL and token in END_OF_TURN_TOKENS
-            ]
+            }
+            if END_OF_REPLY in found:
+                found.pop(END_OF_MESSAGE, None)
+            ids += found.values()
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def vocabulary(self) -> GGUFVocabulary:
