@@ -136,8 +136,17 @@ class PagedDecoder:
         sequence.computed_len = len(shared_pages or []) * self.kv_cache.page_size
         return sequence
 
-    def step(self, decodes: list[PagedSequence], chunks: list[tuple[PagedSequence, int]]) -> list[Tensor]:
-        """Advance decodes by one token and each chunk by its length; logits of each, [tokens, vocab]."""
+    def step(
+        self,
+        decodes: list[PagedSequence],
+        chunks: list[tuple[PagedSequence, int]],
+        *,
+        ends_only: bool = False,
+    ) -> list[Tensor]:
+        """Advance decodes by one token and each chunk by its length; logits of each, [tokens, vocab].
+
+        ends_only: of each chunk's last token alone.
+        """
         work = [(sequence, 1) for sequence in decodes] + chunks
         spans = [(s, s.computed_len, s.computed_len + length) for s, length in work]
         for sequence, _, end in spans:
@@ -158,8 +167,8 @@ class PagedDecoder:
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         batch = replace(batch, **{name: tensor.to(self.device) for name, tensor in tensors.items()})
-        hidden = self.decoder.forward(batch, self.kv_cache)
-        return list(self.decoder.logits(hidden).split([length for _, length in work]))
+        hidden = self.decoder.forward(batch, self.kv_cache, ends_only=ends_only)
+        return list(self.decoder.logits(hidden).split([1 if ends_only else length for _, length in work]))
 
     def _cells(self, sequence: PagedSequence, positions: Tensor) -> Tensor:
         page_size = self.kv_cache.page_size

@@ -61,6 +61,11 @@ class Chunk:
     target_token_ids: tuple[int, ...] = ()
     num_pooled: int = 0
 
+    @property
+    def reads_inside(self) -> bool:
+        """Whether hidden states of more than the last position are wanted."""
+        return self.num_prompt_logprobs is not None or self.num_pooled > 1
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

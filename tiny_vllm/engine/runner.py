@@ -172,7 +172,9 @@ class Runner:
         padded = None if graphs is None else graphs.choose_shape(plan)
         shape = padded or BatchShape.of(plan, table)
         packed = upload.integers(pack_batch(plan, shape, table.padding_slot))
-        slots, rows = self._sampling_rows(plan, shape.num_decodes)
+        ends_only = padded is None and not any(chunk.reads_inside for chunk in plan.chunks)
+        lens = [1 if ends_only else len(chunk.token_ids) for chunk in plan.chunks]
+        slots, rows = self._sampling_rows(plan, shape.num_decodes, lens)
         slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
         sampling = self._sampler.prepare(slots, slot_ids, upload)
         upload.send(self._transfers)
@@ -180,12 +182,12 @@ class Runner:
             hidden = graphs.forward(padded, packed.tensor)
         else:
             batch = build_batch(packed.tensor, shape, table, self._page_size)
-            hidden = self._decoder.forward(batch, self._kv_cache)
+            hidden = self._decoder.forward(batch, self._kv_cache, ends_only=ends_only)
         of_chunks = hidden[shape.num_decodes :]
         result = StepResult(
             [],
-            prompt_logprobs=self._score_prompts(plan, of_chunks),
-            pooled=self._pool_prompts(plan, of_chunks),
+            prompt_logprobs=self._score_prompts(plan, of_chunks, lens),
+            pooled=self._pool_prompts(plan, of_chunks, lens),
         )
         if not slots:
             return ComputedStep(result, result.tells_of_prompts)
@@ -196,13 +198,14 @@ class Runner:
         return self._finish(drawn, sampling, result)
 
     @staticmethod
-    def _sampling_rows(plan: StepPlan, first_row: int) -> tuple[list[int], list[int]]:
-        """Slots that get a token, and the batch rows of their logits. first_row: of the chunks."""
+    def _sampling_rows(plan: StepPlan, first_row: int, chunk_lens: list[int]) -> tuple[list[int], list[int]]:
+        """Slots that get a token, and their rows of hidden states. first_row: of the chunks; chunk_lens: how
+        many each chunk has."""
         slots = list(plan.decode_slots)
         rows = list(range(len(slots)))
         row = first_row
-        for chunk in plan.chunks:
-            row += len(chunk.token_ids)
+        for chunk, chunk_len in zip(plan.chunks, chunk_lens, strict=True):
+            row += chunk_len
             if chunk.samples:
                 slots.append(chunk.slot)
                 rows.append(row - 1)
@@ -219,28 +222,30 @@ class Runner:
         result.logprobs = self._sampler.finish(sampling, drawn, token_ids)
         return ComputedStep(result, is_synchronous=True)
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _score_prompts(
+        self, plan: StepPlan, hidden: Tensor, chunk_lens: list[int]
+    ) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan.
 
-        hidden: of the chunks."""
+        hidden: of the chunks, chunk_lens rows each."""
         found: dict[int, list[TokenLogprobs]] = {}
         row = 0
-        for position, chunk in enumerate(plan.chunks):
+        for position, (chunk, chunk_len) in enumerate(zip(plan.chunks, chunk_lens, strict=True)):
             if chunk.num_prompt_logprobs is not None:
                 rows = hidden[row : row + len(chunk.target_token_ids)]
                 found[position] = self._score(rows, chunk.target_token_ids, chunk.num_prompt_logprobs)
-            row += len(chunk.token_ids)
+            row += chunk_len
         return found
 
-    def _pool_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, np.ndarray]:
+    def _pool_prompts(self, plan: StepPlan, hidden: Tensor, chunk_lens: list[int]) -> dict[int, np.ndarray]:
         """Sums of the hidden states that chunks want pooled, by position in the plan.
 
-        hidden: of the chunks."""
+        hidden: of the chunks, chunk_lens rows each."""
         places: list[int] = []
         sums: list[Tensor] = []
         row = 0
-        for position, chunk in enumerate(plan.chunks):
-            row += len(chunk.token_ids)
+        for position, (chunk, chunk_len) in enumerate(zip(plan.chunks, chunk_lens, strict=True)):
+            row += chunk_len
             if chunk.num_pooled:
                 rows = self._decoder.final_hidden(hidden[row - chunk.num_pooled : row])
                 places.append(position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,10 +36,14 @@ from tiny_vllm.models.weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class AttentionContexts:
-    """The pages of a step's sequences, in the form that one kind of layer reads. Empty lists: none."""
+    """The pages of a step's sequences, in the form that one kind of layer reads. Empty lists: none.
+
+    ends: of the chunks, where only their last rows attend, in place of `prefill`.
+    """
 
     decode: list[DecodeContext]
     prefill: list[PrefillContext]
+    ends: list[DecodeContext]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class AttentionStep:
 
     ropes: by table. plain, varied: contexts of layers without and with a window, soft cap or sinks. longest:
     tokens of the longest context, beyond which a window hides some; unknown on a GPU, hence infinite.
-    output: [T, Hq, D] that all layers write; rows of padding stay 0 in it.
+    rows: int64 [R], which of the T rows attend; None: all, R = T. output: [R, Hq, D] that all layers write;
+    rows of padding stay 0 in it.
     """
 
     ropes: list[RopeStep]
@@ -56,6 +61,7 @@ class AttentionStep:
     plain: AttentionContexts
     varied: AttentionContexts
     longest: float
+    rows: Tensor | None
     output: Tensor
 
 
@@ -64,7 +70,7 @@ def prepare_attention(
 ) -> AttentionStep:
     """tables: cosines and sines, see `rope_table`. plain_limit: the largest one of all layers."""
     num_kv_heads, page_size = spec.num_kv_heads, kv_cache.page_size
-    plain = AttentionContexts([], [])
+    plain, varied = AttentionContexts([], [], []), AttentionContexts([], [], [])
     longest = math.inf
     if not runs_triton(batch.positions):
         lens = torch.cat((batch.decode_context_lens, batch.prefill_context_lens))
@@ -85,8 +91,8 @@ def prepare_attention(
                 num_kv_heads,
                 page_size,
             ),
+            [],
         )
-    varied = AttentionContexts([], [])
     if batch.num_decodes:
         varied.decode.append(PagedContext(batch.decode_page_table, batch.decode_context_lens))
     if batch.num_prefills:
@@ -102,11 +108,32 @@ def prepare_attention(
         dtype=kv_cache.dtype,
         device=batch.positions.device,
     )
-    return AttentionStep(ropes, batch.num_decodes, plain, varied, longest, output)
+    return AttentionStep(ropes, batch.num_decodes, plain, varied, longest, None, output)
+
+
+def ends_of_chunks(
+    step: AttentionStep, batch: ForwardBatch, kv_cache: KVCache, spec: ModelSpec
+) -> AttentionStep:
+    """The same step where, of each chunk, the last row alone attends, like a decode. The batch has chunks and
+    no padding."""
+    table, lens = batch.prefill_page_table, batch.prefill_context_lens
+    plain: list[DecodeContext] = []
+    if step.plain.prefill:
+        plain = prepare_decode_attention(table, lens, spec.num_kv_heads, kv_cache.page_size, kv_cache.dtype)
+    decodes = torch.arange(batch.num_decodes, device=table.device)
+    rows = torch.cat((decodes, batch.prefill_query_starts[1:] + (batch.num_decodes - 1)))
+    return replace(
+        step,
+        plain=AttentionContexts(step.plain.decode, [], plain),
+        varied=AttentionContexts(step.varied.decode, [], [PagedContext(table, lens)]),
+        rows=rows,
+        output=step.output[: len(rows)],
+    )
 
 
 class Attention:
-    """hidden [T, H] (normed as the spec says) and residual [T, H] -> residual + attention [T, H].
+    """hidden [T, H] (normed as the spec says) and residual [T, H] -> residual + attention [R, H], for the R
+    rows of the step that attend.
 
     rope: index of the layer's table. window: None where nothing lies outside it.
     """
@@ -145,6 +172,8 @@ class Attention:
         if self.whole_norms is not None:
             self._norm_whole(qkv, *self.whole_norms)
         q = rope_and_cache(qkv, step.ropes[self.rope], k_cache, v_cache, self.num_heads, self.head_norms)
+        if step.rows is not None:
+            q, residual = q.index_select(0, step.rows), residual.index_select(0, step.rows)
         attended = self._attend(q, step, k_cache, v_cache).flatten(1)
         if self.join.is_sum:
             return self.output.add(attended, residual)
@@ -168,6 +197,7 @@ class Attention:
         for attend, own_contexts, rows in (
             (decode, contexts.decode, slice(None, step.num_decodes)),
             (prefill, contexts.prefill, slice(step.num_decodes, None)),
+            (decode, contexts.ends, slice(step.num_decodes, None)),
         ):
             if own_contexts:
                 attend(q[rows], k_cache, v_cache, own_contexts, self.scale, output=output[rows])

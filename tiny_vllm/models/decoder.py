@@ -9,7 +9,7 @@ from tiny_vllm.kernels.embedding import embedding
 from tiny_vllm.kernels.fp8_cache import Cache
 from tiny_vllm.kernels.linear import Linear
 from tiny_vllm.kernels.rms_norm import rms_norm
-from tiny_vllm.models.attention import Attention, AttentionStep, prepare_attention
+from tiny_vllm.models.attention import Attention, AttentionStep, ends_of_chunks, prepare_attention
 from tiny_vllm.models.batch import ForwardBatch
 from tiny_vllm.models.experts import Experts
 from tiny_vllm.models.fused_decode import FusedDecode
@@ -24,7 +24,8 @@ from tiny_vllm.models.weights import LayerWeights, ModelWeights
 class DecoderLayer:
     """x + attention(x), then x + mlp(x), with norms where the spec places them.
 
-    x [T, H] is rounded to the model's type at each sum. rope, window: see `Attention`.
+    x [T, H] is rounded to the model's type at each sum; [R, H] comes out, for the R rows of the step that
+    attend. rope, window: see `Attention`.
     """
 
     def __init__(
@@ -92,21 +93,28 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Write the batch's keys and values to the cache; return [T, hidden], before the final norm."""
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, *, ends_only: bool = False) -> Tensor:
+        """Write the batch's keys and values to the cache; return [T, hidden], before the final norm.
+
+        ends_only: [B + S, hidden], of each chunk the last row alone, which spares the last layer the others'
+        attention and MLP. The batch must not be padded then.
+        """
         if self.fused_decode is None or not batch.num_decodes:
-            return self._forward(batch, kv_cache)
+            return self._forward(batch, kv_cache, ends_only)
         decoded = self.fused_decode(batch, kv_cache)
         if not batch.num_prefills:
             return decoded
-        return torch.cat((decoded, self._forward(batch.prefills(), kv_cache)))
+        return torch.cat((decoded, self._forward(batch.prefills(), kv_cache, ends_only)))
 
-    def _forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+    def _forward(self, batch: ForwardBatch, kv_cache: KVCache, ends_only: bool) -> Tensor:
+        assert not (ends_only and batch.is_padded), "a padded step has chunks without a last row"
         step = prepare_attention(batch, kv_cache, self._tables, self.spec, plain_limit=self._plain_limit)
         hidden = embedding(self.embedding, batch.token_ids)
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
+            if ends_only and batch.num_prefills and layer is self.layers[-1]:
+                step = ends_of_chunks(step, batch, kv_cache, self.spec)
             hidden = layer(hidden, step, k_cache, v_cache)
         return hidden
 
