@@ -63,15 +63,22 @@ class Tiles:
     num_warps: int
 
 
-# (most tokens per expert on average, tiles). With few tokens the weights of a program are the bytes in
-# flight: 4 x 2 x 64 x 128 values are 128 KB of gate and up. With many, the sums of 128 x 128 tokens and rows,
-# for gate and up, are 128 registers of 256 threads.
+# (most tokens per expert on average, tiles of gate and up, of down). With few tokens the weights of a program
+# are the bytes in flight: 4 x 2 x 64 x 128 values are 128 KB of gate and up. With many, the sums of 128 x 128
+# tokens and rows, for gate and up, are 128 registers of 256 threads. us of both products and sorting on an
+# H200 with 16 / 64 / 1,024 tokens per expert: Qwen3-30B-A3B 314 / 389 / 2,849, by the next smaller tiles 336
+# / 385 / 2,918; gpt-oss 398 / 472 / 3,397, smaller 429 / 480 / 3,502 (gpu_expert_prompts.py --sweep).
 TILES_16_BIT = (
-    (16, Tiles(16, 64, 128, 4, 4)),
-    (64, Tiles(64, 64, 64, 4, 4)),
-    (1 << 40, Tiles(128, 128, 64, 3, 8)),
+    (12, Tiles(16, 64, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
+    (48, Tiles(64, 64, 64, 4, 4), Tiles(64, 64, 64, 4, 4)),
+    (768, Tiles(128, 128, 64, 4, 8), Tiles(128, 256, 64, 4, 8)),
+    (1 << 40, Tiles(256, 64, 64, 4, 8), Tiles(256, 128, 64, 4, 8)),
 )
 TILES_FP32 = Tiles(16, 32, 32, 2, 4)
+# Tiles of so many rows go through all rows of a matrix together, before the next ones: they share its rows,
+# and these theirs, while both are in the L2 cache. Qwen3-30B-A3B, 256 tokens per expert: 847 us, 910 with
+# 1,024 and with 2,048 rows.
+GROUP_ROWS = 512
 
 
 def expert_parts_ref(
@@ -91,7 +98,7 @@ def expert_parts_ref(
     return parts
 
 
-@jit(do_not_specialize=("num_tokens", "tile_starts_ptr", "tile_ends_ptr"))
+@jit(do_not_specialize=("num_tokens", "num_tiles", "tile_starts_ptr", "tile_ends_ptr"))
 def _expert_product_kernel(
     y_ptr,
     x_ptr,
@@ -103,25 +110,31 @@ def _expert_product_kernel(
     tile_starts_ptr,
     tile_ends_ptr,
     num_tokens,
+    num_tiles,
     N,
     K: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles, tiles of N). bias_ptr may be None.
+    """Grid (tiles times tiles of N,), GROUP tiles at a time. bias_ptr may be None.
 
     IS_FIRST: x are tokens, y [n, N] is in the order of `order`; otherwise that is x, and y are the parts.
     """
     if PDL:
         launch_dependents()
         wait_for_predecessor()
-    tile = tl.program_id(0)
+    in_group = tl.cdiv(N, BLOCK_N) * GROUP
+    first = tl.program_id(0) // in_group * GROUP
+    num_together = tl.minimum(num_tiles - first, GROUP)
+    tile = first + tl.program_id(0) % in_group % num_together
+    column_tile = tl.program_id(0) % in_group // num_together
     end = tl.load(tile_ends_ptr + tile)
     place = tl.load(tile_starts_ptr + tile) + tl.arange(0, BLOCK_M)
     if end == 0:
@@ -129,7 +142,7 @@ def _expert_product_kernel(
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     is_place = place < end
     picked = tl.load(order_ptr + place, mask=is_place, other=0)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < N
     NUM_ROWS = N * 2 if IS_FIRST else N
     row = picked // NUM_ACTIVE if IS_FIRST else place
@@ -165,11 +178,11 @@ def _expert_product_kernel(
     tl.store(y, tl.trans(total).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tiles:
-    """num_rows: picks of all tokens."""
+def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """Of the two products, equally high. num_rows: picks of all tokens."""
     if dtype == torch.float32:
-        return TILES_FP32
-    return next(tiles for most, tiles in TILES_16_BIT if most * num_experts >= num_rows)
+        return TILES_FP32, TILES_FP32
+    return next((first, second) for most, first, second in TILES_16_BIT if most * num_experts >= num_rows)
 
 
 def _launch_product(
@@ -187,7 +200,7 @@ def _launch_product(
     N, K = y.shape[-1], x.shape[-1]
     num_tokens, num_active = weights.shape
     assert x.is_contiguous() and matrix.is_contiguous() and (bias is None or bias.is_contiguous())
-    _expert_product_kernel[(len(rows.experts), ceil_div(N, tiles.block_n))](
+    _expert_product_kernel[(len(rows.experts) * ceil_div(N, tiles.block_n),)](
         y,
         x,
         matrix,
@@ -198,12 +211,14 @@ def _launch_product(
         rows.starts,
         rows.ends,
         num_tokens,
+        len(rows.experts),
         N,
         K=K,
         NUM_ACTIVE=num_active,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
+        GROUP=GROUP_ROWS // tiles.block_m,
         STAGES=tiles.stages,
         ACTIVATION=activation,
         IS_FIRST=activation is not None,
@@ -223,13 +238,13 @@ def _launch_expert_parts(
             x, experts, weights, matrices.gate_up, matrices.down, matrices.gate_up_bias, matrices.down_bias,
             activation, pdl,
         )  # fmt: skip
-    tiles = choose_tiles(experts.numel(), num_experts, x.dtype)
-    rows = expert_tiles(experts.flatten(), num_experts, tiles.block_m, pdl)
+    first, second = choose_tiles(experts.numel(), num_experts, x.dtype)
+    rows = expert_tiles(experts.flatten(), num_experts, first.block_m, pdl)
     x = x.contiguous()
     inner = torch.empty(experts.numel(), inner_size, dtype=x.dtype, device=x.device)
-    _launch_product(inner, x, matrices.gate_up, matrices.gate_up_bias, weights, rows, tiles, activation, pdl)
+    _launch_product(inner, x, matrices.gate_up, matrices.gate_up_bias, weights, rows, first, activation, pdl)
     parts = torch.empty(num_active, num_tokens, hidden_size, dtype=torch.float32, device=x.device)
-    _launch_product(parts, inner, matrices.down, matrices.down_bias, weights, rows, tiles, None, pdl)
+    _launch_product(parts, inner, matrices.down, matrices.down_bias, weights, rows, second, None, pdl)
     return parts
 
 

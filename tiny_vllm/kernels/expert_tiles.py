@@ -29,9 +29,8 @@ from tiny_vllm.kernels.triton_support import (
     with_fallback,
 )
 
-# Rows counted at a time, 1 per thread for few rows, 8 for more: two kernels to compile, however many rows.
-BLOCKS = (128, 1024)
-NUM_WARPS = 4
+# (most rows, rows counted at a time, warps)
+BLOCKS = ((128, 128, 4), (1024, 1024, 4), (1 << 40, 4096, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +143,7 @@ def _expert_tiles_kernel(
 @with_fallback(expert_tiles_ref)
 def _launch_expert_tiles(experts: Tensor, num_experts: int, tile_rows: int, pdl: bool = False) -> ExpertTiles:
     tiles = ExpertTiles.empty(len(experts), num_experts, tile_rows, experts.device)
+    block, num_warps = next((block, warps) for most, block, warps in BLOCKS if most >= len(experts))
     _expert_tiles_kernel[(num_experts,)](
         tiles.order,
         tiles.experts,
@@ -154,10 +154,10 @@ def _launch_expert_tiles(experts: Tensor, num_experts: int, tile_rows: int, pdl:
         len(tiles.experts),
         tile_rows,
         NUM_EXPERTS=num_experts,
-        BLOCK=BLOCKS[len(experts) > BLOCKS[0]],
+        BLOCK=block,
         BLOCK_EXPERTS=max(next_power_of_2(num_experts), 2),
         PDL=pdl,
-        **launch_options(NUM_WARPS, pdl),
+        **launch_options(num_warps, pdl),
     )
     return tiles
 

@@ -41,6 +41,7 @@ LOADS = {
     "more_tokens_than_a_tile": (70, 4, 2),
     "one_expert": (5, 1, 1),
     "all_active": (9, 6, 6),
+    "more_tiles_than_a_group": (1100, 3, 1),
 }
 # Of few picks, which are not sorted.
 FEW_PICKS = {
@@ -56,6 +57,7 @@ if not INTERPRETED:
         "eight_tokens": (8, 64, 2),
     }
     LOADS |= {"qwen3_step": (8, 128, 8), "qwen3_prompt": (2000, 128, 8), "gpt_oss": (300, 32, 4)}
+    LOADS |= {"a_thousand_tokens_each": (2000, 4, 2)}
 
 
 @pytest.fixture
@@ -90,8 +92,9 @@ def test_tiles_hold_every_row_of_every_expert_once(device: torch.device, load: s
             assert torch.equal(getattr(tiles, name), getattr(expected, name)), name
 
 
-def test_tiles_of_many_rows(device: torch.device) -> None:
-    experts = torch.randint(0, 5, (3000,)).int().to(device)
+@pytest.mark.parametrize("num_rows", [3000, 9000])
+def test_tiles_of_many_rows(device: torch.device, num_rows: int) -> None:
+    experts = torch.randint(0, 5, (num_rows,)).int().to(device)
     experts[experts == 2] = 4
     tiles, expected = expert_tiles(experts, 7, 16), expert_tiles_ref(experts, 7, 16)
     assert torch.equal(tiles.order, expected.order)
