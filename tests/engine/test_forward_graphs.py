@@ -112,8 +112,9 @@ def plan_of(chunks: tuple[Chunk, ...], decode_slots: tuple[int, ...] = ()) -> St
     return StepPlan(0, (), (), (), decode_slots, decode_slots, chunks)
 
 
-def chunk_of(num_tokens: int, slot: int = 0) -> Chunk:
-    return Chunk(slot, slot, 0, (7,) * num_tokens, samples=True)
+def chunk_of(num_tokens: int, slot: int = 0, *, reads_inside: bool = False) -> Chunk:
+    num_logprobs = 0 if reads_inside else None
+    return Chunk(slot, slot, 0, (7,) * num_tokens, samples=True, num_prompt_logprobs=num_logprobs)
 
 
 def forward(llm: LLM, plan: StepPlan, graphs: ForwardGraphs) -> torch.Tensor:
@@ -124,15 +125,30 @@ def forward(llm: LLM, plan: StepPlan, graphs: ForwardGraphs) -> torch.Tensor:
     return graphs.forward(shape, packed)
 
 
-def test_padding_is_finite(path: str) -> None:
+@pytest.mark.parametrize(("reads_inside", "num_rows"), [(False, 4 + 4), (True, 64)])
+def test_padding_is_finite(path: str, reads_inside: bool, num_rows: int) -> None:
     """A row that is not would be carried on to experts, whose numbers are computed from it."""
     with open_llm(path) as llm:
         graphs = take_graphs(llm, CountingRecorder())
         with uninitialised_memory_is_nan():
             assert torch.empty(1).isnan()
-            hidden = forward(llm, plan_of((chunk_of(3),), (1,)), graphs)
-    assert len(hidden) == 64
+            hidden = forward(llm, plan_of((chunk_of(3, reads_inside=reads_inside),), (1,)), graphs)
+    assert len(hidden) == num_rows
     assert hidden.isfinite().all()
+
+
+def test_many_chunks_come_out_whole(path: str) -> None:
+    """Their ends would leave parts of attention in much memory, if a page table is wide."""
+    with open_llm(path, max_num_seqs=80, max_num_batched_tokens=256, num_pages=200) as llm:
+        graphs = take_graphs(llm, CountingRecorder())
+        shapes = []
+        for count in (64, 65):
+            plan = plan_of(tuple(chunk_of(2, slot) for slot in range(count)))
+            graphs.choose_shape(plan)
+            shapes.append(graphs.choose_shape(plan))
+    few, many = shapes
+    assert few is not None and few.ends_only and few.num_outputs == 64
+    assert many is not None and not many.ends_only and many.num_outputs == 256
 
 
 def test_recording_touches_the_null_page_alone(path: str) -> None:

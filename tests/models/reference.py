@@ -163,11 +163,12 @@ class PagedDecoder:
             prefill_page_table=_page_table([s for s, _ in chunks]),
             prefill_query_starts=torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)]),
             prefill_context_lens=torch.tensor([s.computed_len for s, _ in chunks], dtype=torch.int64),
+            ends_only=ends_only,
         )
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         batch = replace(batch, **{name: tensor.to(self.device) for name, tensor in tensors.items()})
-        hidden = self.decoder.forward(batch, self.kv_cache, ends_only=ends_only)
+        hidden = self.decoder.forward(batch, self.kv_cache)
         return list(self.decoder.logits(hidden).split([1 if ends_only else length for _, length in work]))
 
     def _cells(self, sequence: PagedSequence, positions: Tensor) -> Tensor:

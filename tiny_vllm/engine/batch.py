@@ -18,7 +18,7 @@ from tiny_vllm.models.batch import ForwardBatch
 class BatchShape:
     """The sizes of a batch's tensors: those of a plan, or larger ones, whose rest is padding.
 
-    num_tokens: of all chunks. decode_width, prefill_width: of the page tables.
+    num_tokens: of all chunks. decode_width, prefill_width: of the page tables. ends_only: see `ForwardBatch`.
     """
 
     num_decodes: int
@@ -26,6 +26,7 @@ class BatchShape:
     num_chunks: int
     decode_width: int
     prefill_width: int
+    ends_only: bool = False
 
     @staticmethod
     def of(plan: StepPlan, table: SlotTable) -> BatchShape:
@@ -36,11 +37,17 @@ class BatchShape:
             num_chunks=len(plan.chunks),
             decode_width=max((table.num_pages[slot] for slot in plan.decode_slots), default=0),
             prefill_width=max((table.num_pages[chunk.slot] for chunk in plan.chunks), default=0),
+            ends_only=not any(chunk.reads_inside for chunk in plan.chunks),
         )
 
     @property
     def num_rows(self) -> int:
         return self.num_decodes + self.num_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of hidden states that come out: of the decodes, then of the chunks."""
+        return self.num_decodes + (self.num_chunks if self.ends_only else self.num_tokens)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -107,4 +114,5 @@ def build_batch(
         prefill_query_starts=starts,
         prefill_context_lens=context_lens,
         is_padded=is_padded,
+        ends_only=shape.ends_only,
     )

@@ -28,6 +28,9 @@ MAX_ROWS = ROW_BUCKETS[-1]
 # Spare sequences cost little, and every size less is a graph less.
 DECODE_BUCKETS = (0, 4, 16, 64, 256)
 CHUNK_BUCKETS = (4, 16, 64, 256, 1024)
+# Chunks whose last rows alone go through the last layer, as decodes do: attention splits their contexts for
+# the longest that a page table has room for, and 1,024 of 131,072 tokens would leave half a GB of parts.
+MOST_ENDS = 64
 # Tokens that the page tables of decodes have room for, times 4 until they suffice: into how many parts
 # attention splits contexts depends on it.
 MIN_CONTEXT_BUCKET = 1024
@@ -136,7 +139,7 @@ class ForwardGraphs:
 
     @torch.inference_mode()
     def forward(self, shape: BatchShape, packed: Tensor) -> Tensor:
-        """The decoder's hidden states, [shape.num_rows, hidden], valid until the next call.
+        """The decoder's hidden states, [shape.num_outputs, hidden], valid until the next call.
 
         packed: of `pack_batch` for this shape, on the device.
         """
@@ -146,7 +149,7 @@ class ForwardGraphs:
         replay.packed.copy_(packed)
         replay.run()
         assert self._hidden is not None
-        return self._hidden[: shape.num_rows]
+        return self._hidden[: shape.num_outputs]
 
     def _pad(self, shape: BatchShape) -> BatchShape | None:
         num_decodes = _round_up(shape.num_decodes, DECODE_BUCKETS)
@@ -162,13 +165,15 @@ class ForwardGraphs:
             width = -(-MIN_CONTEXT_BUCKET // self._kv_cache.page_size)
             while width < shape.decode_width:
                 width *= 4
-        return BatchShape(num_decodes, num_rows - num_decodes, num_chunks, min(width, widest), widest)
+        ends_only = shape.ends_only and num_chunks <= MOST_ENDS
+        num_tokens = num_rows - num_decodes
+        return BatchShape(num_decodes, num_tokens, num_chunks, min(width, widest), widest, ends_only)
 
     def _make(self, shape: BatchShape) -> _Replay:
         if self._hidden is None:
             embedding = self._decoder.embedding
             self._hidden = embedding.new_empty(MAX_ROWS, embedding.shape[1])
-        hidden = self._hidden[: shape.num_rows]
+        hidden = self._hidden[: shape.num_outputs]
         step = _PaddedStep(shape, self._decoder, self._kv_cache, self._table, hidden)
         # Padding alone: nobody's pages may be written before their step.
         step.fill_with_padding()

@@ -172,8 +172,7 @@ class Runner:
         padded = None if graphs is None else graphs.choose_shape(plan)
         shape = padded or BatchShape.of(plan, table)
         packed = upload.integers(pack_batch(plan, shape, table.padding_slot))
-        ends_only = padded is None and not any(chunk.reads_inside for chunk in plan.chunks)
-        lens = [1 if ends_only else len(chunk.token_ids) for chunk in plan.chunks]
+        lens = [1 if shape.ends_only else len(chunk.token_ids) for chunk in plan.chunks]
         slots, rows = self._sampling_rows(plan, shape.num_decodes, lens)
         slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
         sampling = self._sampler.prepare(slots, slot_ids, upload)
@@ -182,7 +181,7 @@ class Runner:
             hidden = graphs.forward(padded, packed.tensor)
         else:
             batch = build_batch(packed.tensor, shape, table, self._page_size)
-            hidden = self._decoder.forward(batch, self._kv_cache, ends_only=ends_only)
+            hidden = self._decoder.forward(batch, self._kv_cache)
         of_chunks = hidden[shape.num_decodes :]
         result = StepResult(
             [],

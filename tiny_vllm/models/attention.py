@@ -114,14 +114,15 @@ def prepare_attention(
 def ends_of_chunks(
     step: AttentionStep, batch: ForwardBatch, kv_cache: KVCache, spec: ModelSpec
 ) -> AttentionStep:
-    """The same step where, of each chunk, the last row alone attends, like a decode. The batch has chunks and
-    no padding."""
+    """The same step where, of each chunk, the last row alone attends, like a decode. The batch has chunks."""
     table, lens = batch.prefill_page_table, batch.prefill_context_lens
     plain: list[DecodeContext] = []
     if step.plain.prefill:
         plain = prepare_decode_attention(table, lens, spec.num_kv_heads, kv_cache.page_size, kv_cache.dtype)
     decodes = torch.arange(batch.num_decodes, device=table.device)
-    rows = torch.cat((decodes, batch.prefill_query_starts[1:] + (batch.num_decodes - 1)))
+    # A graph may be recorded with chunks without tokens alone, and no decodes.
+    ends = (batch.prefill_query_starts[1:] + (batch.num_decodes - 1)).clamp(min=0)
+    rows = torch.cat((decodes, ends))
     return replace(
         step,
         plain=AttentionContexts(step.plain.decode, [], plain),

@@ -22,6 +22,8 @@ class ForwardBatch:
     is_padded: some rows belong to nobody: decodes at position 0 of the null page; behind all chunks, rows of
         no chunk, with cell 0; and behind the others chunks without tokens, of context 1. What is computed for
         them is finite and means nothing. The last entry of prefill_query_starts counts no padding.
+    ends_only: hidden states are wanted of the decodes and of each chunk's last row alone (of a chunk without
+        tokens, of any row).
     """
 
     token_ids: Tensor
@@ -33,6 +35,7 @@ class ForwardBatch:
     prefill_query_starts: Tensor
     prefill_context_lens: Tensor
     is_padded: bool = False
+    ends_only: bool = False
 
     @property
     def num_decodes(self) -> int:

@@ -93,27 +93,25 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, *, ends_only: bool = False) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Write the batch's keys and values to the cache; return [T, hidden], before the final norm.
 
-        ends_only: [B + S, hidden], of each chunk the last row alone, which spares the last layer the others'
-        attention and MLP. The batch must not be padded then.
+        Of a batch that wants ends only, [B + S, hidden]: the last layer computes no others.
         """
         if self.fused_decode is None or not batch.num_decodes:
-            return self._forward(batch, kv_cache, ends_only)
+            return self._forward(batch, kv_cache)
         decoded = self.fused_decode(batch, kv_cache)
         if not batch.num_prefills:
             return decoded
-        return torch.cat((decoded, self._forward(batch.prefills(), kv_cache, ends_only)))
+        return torch.cat((decoded, self._forward(batch.prefills(), kv_cache)))
 
-    def _forward(self, batch: ForwardBatch, kv_cache: KVCache, ends_only: bool) -> Tensor:
-        assert not (ends_only and batch.is_padded), "a padded step has chunks without a last row"
+    def _forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         step = prepare_attention(batch, kv_cache, self._tables, self.spec, plain_limit=self._plain_limit)
         hidden = embedding(self.embedding, batch.token_ids)
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self._embedding_multiplier
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.layers, strict=True):
-            if ends_only and batch.num_prefills and layer is self.layers[-1]:
+            if batch.ends_only and batch.num_prefills and layer is self.layers[-1]:
                 step = ends_of_chunks(step, batch, kv_cache, self.spec)
             hidden = layer(hidden, step, k_cache, v_cache)
         return hidden
