@@ -290,6 +290,22 @@ def test_a_report_without_steps_is_not_drawn(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["folder.png", "full.png"])
+def test_a_picture_that_cannot_be_written_is_one_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    row = {"workload": "1x1+1", "request_rate": 1, "prefix_caching": True}
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"rows": [{**row, "steps": {name: [1, 2] for name in STEP_COLUMNS}}]}))
+    assert main(["bench", "plot", str(report), str(tmp_path / name)]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: {tmp_path / name} cannot be written: ")
+    assert hint == "hint: name another file for the picture"
+
+
 def test_a_workload_reads_the_weights_once_a_step_and_every_context_once() -> None:
     one = make_workload("4x10+6", 100)
     # Four together in six steps, at contexts 11 to 16; two at a time need twice the steps.

@@ -98,7 +98,8 @@ def check_plot(path: str) -> None:
 
 
 def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]]) -> None:
-    """Write the picture: a column of panels per run. series: headings, and steps by STEP_COLUMNS."""
+    """Write the picture: a column of panels per run. series: headings, and steps by STEP_COLUMNS. Raises
+    ConfigError where it cannot be written."""
     # Figure draws by itself: pyplot would look for a screen and keep state.
     from matplotlib.figure import Figure
 
@@ -114,4 +115,9 @@ def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]])
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
         axes[-1][place].set_xlabel("seconds")
-    figure.savefig(path, format="png", dpi=110)
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file for the picture"
+        ) from error
