@@ -74,9 +74,10 @@ class NoDecoder:
         self.begun: list[float] = []
         """The thread's processor time at the beginning of each forward pass, in seconds."""
 
-    def forward(self, batch: ForwardBatch, kv_cache: object) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: object, *, ends_only: bool) -> Tensor:
         self.begun.append(time.thread_time())
-        return torch.zeros(len(batch.token_ids), 1, device=batch.token_ids.device)
+        num_rows = batch.num_decodes + batch.num_prefills if ends_only else len(batch.token_ids)
+        return torch.zeros(num_rows, 1, device=batch.token_ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.randn(len(hidden), VOCAB, device=hidden.device)

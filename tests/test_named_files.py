@@ -28,3 +28,11 @@ def test_named_files_exist() -> None:
         if not (ROOT / name).exists()
     }
     assert missing == set()
+
+
+def test_a_word_that_chooses_tests_chooses_some() -> None:
+    chosen = re.compile(r"pytest (tests/[\w/]+\.py) -k (\w+)")
+    found = chosen.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert found
+    for name, word in found:
+        assert re.search(rf"def test_\w*{word}", (ROOT / name).read_text(encoding="utf-8")), (name, word)

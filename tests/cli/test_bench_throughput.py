@@ -14,7 +14,7 @@ import torch
 from tests.cli.fakes import SPEC
 from tests.cli.test_bench_decode import CONFIG, LIMIT
 from tiny_vllm.cli import bench_rows, bench_throughput
-from tiny_vllm.cli.bench_load import run_load
+from tiny_vllm.cli.bench_load import STEP_COLUMNS, run_load
 from tiny_vllm.cli.bench_throughput import workload_bytes
 from tiny_vllm.cli.bench_workloads import make_workload
 from tiny_vllm.cli.machine import step_bytes
@@ -251,6 +251,33 @@ def test_the_plot_of_a_run_and_of_its_report_are_the_same_picture(
 
 
 @pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("seconds", None),
+        ("num_running", []),
+        ("num_waiting", [0, "x"]),
+        ("num_used_pages", [[1], 2]),
+        ("end_s", [0, None]),
+        ("end_s", {"0": 1, "1": 2}),
+        ("seconds", [1, 10**400]),
+        ("seconds", [1, float("nan")]),
+    ],
+)
+def test_a_report_whose_steps_are_no_numbers_is_not_drawn(
+    column: str, values: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    steps = {**{name: [1, 2] for name in STEP_COLUMNS}, column: values}
+    row = {"workload": "1x1+1", "request_rate": 1, "prefix_caching": True, "steps": steps}
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"rows": [row]}))
+    assert main(["bench", "plot", str(report), str(tmp_path / "picture.png")]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: {report} is no report: ") and column in message
+    assert hint == "hint: measure with --request-rate and --keep-steps"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("no json", "is no report"), ("[]", "is no report"), ('{"rows": [{}]}', "has no steps")],
 )
@@ -261,6 +288,22 @@ def test_a_report_without_steps_is_not_drawn(
     path.write_text(text)
     assert main(["bench", "plot", str(path), str(tmp_path / "x.png")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["folder.png", "full.png"])
+def test_a_picture_that_cannot_be_written_is_one_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    row = {"workload": "1x1+1", "request_rate": 1, "prefix_caching": True}
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"rows": [{**row, "steps": {name: [1, 2] for name in STEP_COLUMNS}}]}))
+    assert main(["bench", "plot", str(report), str(tmp_path / name)]) == 2
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"error: {tmp_path / name} cannot be written: ")
+    assert hint == "hint: name another file for the picture"
 
 
 def test_a_workload_reads_the_weights_once_a_step_and_every_context_once() -> None:

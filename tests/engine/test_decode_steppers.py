@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from tiny_vllm.kernels.cuda.errors import CompileError
 from tiny_vllm.kernels.draw_tokens import SlotAdvance, draw_tokens_ref
 from tiny_vllm.kernels.sampling_noise import noise_keys
 from tiny_vllm.kernels.slot_inputs import SlotState
+from tiny_vllm.models import attention
 from tiny_vllm.models.batch import ForwardBatch
 
 
@@ -207,6 +208,25 @@ def test_what_prompts_run_through_is_loaded_without_touching_anybodys_page(max_m
         assert (pages[:, 1:] == 7).all()
         assert not (pages[:, 0, :, : min(max_model_len, 16)] == 7).any()
         assert (pages[:, 0, :, max_model_len:] == 7).all()
+
+
+def test_attention_of_whole_chunks_and_of_their_ends_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_llama()
+    paged = PagedDecoder(spec_of(model.config), weights_of(model), page_size=16, max_model_len=64)
+    rows = []
+
+    def told(name: str, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def tell(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            rows.append((name, len(q)))
+            return attend(q, *args, **options)
+
+        return tell
+
+    for name in ("prefill_attention", "paged_decode_attention"):
+        monkeypatch.setattr(attention, name, told(name, getattr(attention, name)))
+    device = torch.device("cpu")
+    build._load_prompt_kernels(paged.decoder, paged.kv_cache, SlotTable(3, 4, device), 64, device)
+    assert rows == [("prefill_attention", 32), ("paged_decode_attention", 1)]
 
 
 def test_rows_are_padded_by_less_than_half_and_beyond_32_by_less_than_a_step() -> None:

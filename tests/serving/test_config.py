@@ -93,3 +93,11 @@ def test_an_unset_variable_for_a_key_is_told_as_what_it_is() -> None:
 def test_origins_are_as_browsers_send_them() -> None:
     origins = ("*", "null", "http://localhost:3000", "https://example.org", "http://[::1]:8080")
     assert ServerConfig(cors_origin=origins).cors_origin == origins
+
+
+@pytest.mark.parametrize("host", ["", "a..b", "a" * 70, "\udcff", "a\0b"])
+def test_a_host_that_is_none_is_one_error_with_a_hint(host: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of this machine") as error:
+        server.listening_socket(host, 0)
+    assert error.value.hint == "127.0.0.1 is for this machine only, 0.0.0.0 is every network interface"
+    assert str(error.value).replace("\n", "").isprintable() and str(error.value).isascii()

@@ -99,7 +99,7 @@ def test_unless_asked_for(tokenizer: Tokenizer, content: str) -> None:
     assert len(control_ids(tokenizer, ids)) > 2 + tokenizer.adds_bos
 
 
-@given(content=st.text(alphabet=list("<|im_end>user \n\té😀aA\u0301\U000f0000"), max_size=30))
+@given(content=st.text(alphabet=list("<|im_end>user \n\té😀aA\u0301\U0001d800"), max_size=30))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_other_text_has_the_ids_it_always_had(tokenizer: Tokenizer, content: str) -> None:
     # "<s>" is SentencePiece's, and plain text from a client, too.
@@ -146,6 +146,36 @@ def test_tools_and_variables_are_the_clients_too(tokenizer: Tokenizer) -> None:
     text, ids = tokenizer.encode_messages(user("hi"), tools=tools, variables={"extra": "<|user|>"})
     assert text.endswith(json.dumps(tools) + "<|user|>")
     assert len(control_ids(tokenizer, ids)) == 2 + tokenizer.adds_bos
+
+
+@pytest.mark.parametrize(
+    "written", ["{{ messages }}", "{{ messages[0] | string }}", "{{ messages | pprint }}", "{{ tools }}"]
+)
+def test_what_a_template_writes_as_python_does_is_the_clients_too(
+    vocabulary: GGUFVocabulary, written: str
+) -> None:
+    tokenizer = with_control(vocabulary, written + "<|user|>")
+    messages = user("a<|im_end|>\n")
+    tools = [{"name": "f", "description": "<|im_end|>"}] if "tools" in written else None
+    text, ids = tokenizer.encode_messages(messages, tools=tools)
+    assert text == tokenizer.chat_template.render(messages, tools=tools)
+    assert control_ids(tokenizer, ids)[tokenizer.adds_bos :] == ["<|user|>"]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["messages | tojson(ensure_ascii=true)", "'%a' % messages", "messages[0].content.encode()"],
+)
+def test_a_template_that_escapes_what_tells_them_apart_gets_no_control_tokens_from_clients(
+    vocabulary: GGUFVocabulary, written: str
+) -> None:
+    tokenizer = with_control(vocabulary, f"{{{{ {written} }}}}<|user|>")
+    with pytest.raises(RequestError, match="escapes") as error:
+        tokenizer.encode_messages(user("a<|im_end|>"))
+    assert error.value.hint is not None
+    for messages, options in ((user("aé"), {}), (user("a<|im_end|>"), {"parse_special_tokens": True})):
+        text, ids = tokenizer.encode_messages(messages, **options)
+        assert ids == tokenizer.encode_chat(text)
 
 
 def test_a_token_put_together_from_the_role_is_the_templates(vocabulary: GGUFVocabulary) -> None:
@@ -234,7 +264,8 @@ def test_added_tokens_that_are_not_control_tokens_stay_tokens(byte_level_vocabul
 def test_a_mark_is_one_that_nobody_wrote() -> None:
     assert unused_mark(["", "abc"]) == chr(MARKS[0])
     assert unused_mark([chr(MARKS[0]), chr(MARKS[2]), chr(MARKS[1])]) == chr(MARKS[3])
-    with pytest.raises(RequestError, match="private use"):
+    assert unused_mark([r"\U0001d800", r"\ud836\udc01", r"b'\xf0\x9d\xa0\x82'"]) == chr(MARKS[3])
+    with pytest.raises(RequestError, match="every mark"):
         unused_mark(["".join(map(chr, MARKS))])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tiny_vllm.cli.bench_load import STEP_COLUMNS
 from tiny_vllm.cli.options import add_common_options
+from tiny_vllm.config import MAX_NUMBER
 from tiny_vllm.errors import ConfigError
 
 PANELS = (
@@ -20,6 +21,8 @@ PANELS = (
     ("num_used_pages", "pages in use", 1.0),
 )
 """Column, label, factor."""
+
+HINT = "measure with --request-rate and --keep-steps"
 
 
 def add_parser(benchmarks: Any) -> None:
@@ -42,12 +45,37 @@ def run(args: argparse.Namespace) -> int:
     try:
         rows = json.loads(Path(args.report).read_text(encoding="utf-8"))["rows"]
         series = [(title(row), row["steps"]) for row in rows if "steps" in row]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{args.report} is no report: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{args.report} is no report: {type(error).__name__}: {error}", hint=HINT
+        ) from error
     if not series:
-        raise ConfigError(f"{args.report} has no steps", hint="measure with --request-rate and --keep-steps")
+        raise ConfigError(f"{args.report} has no steps", hint=HINT)
+    for _, steps in series:
+        _check_steps(args.report, steps)
     draw(args.picture, series)
     return 0
+
+
+def _check_steps(report: str, steps: object) -> None:
+    """Raises ConfigError unless they are lists of numbers, equally long, by STEP_COLUMNS."""
+    columns = steps if isinstance(steps, Mapping) else {}
+    num_steps = None
+    for name in STEP_COLUMNS:
+        values = columns.get(name)
+        if isinstance(values, list) and all(map(_is_number, values)):
+            num_steps = len(values) if num_steps is None else num_steps
+            if len(values) == num_steps:
+                continue
+        raise ConfigError(
+            f"{report} is no report: the steps' {name} must be a list of numbers, as long as the others",
+            hint=HINT,
+        )
+
+
+def _is_number(value: object) -> bool:
+    # The comparison is written so that NaN fails it.
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 
 def title(row: Mapping[str, Any]) -> str:
@@ -70,7 +98,8 @@ def check_plot(path: str) -> None:
 
 
 def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]]) -> None:
-    """Write the picture: a column of panels per run. series: headings, and steps by STEP_COLUMNS."""
+    """Write the picture: a column of panels per run. series: headings, and steps by STEP_COLUMNS. Raises
+    ConfigError where it cannot be written."""
     # Figure draws by itself: pyplot would look for a screen and keep state.
     from matplotlib.figure import Figure
 
@@ -86,4 +115,9 @@ def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]])
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
         axes[-1][place].set_xlabel("seconds")
-    figure.savefig(path, format="png", dpi=110)
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file for the picture"
+        ) from error

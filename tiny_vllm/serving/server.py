@@ -23,7 +23,7 @@ from types import FrameType
 import uvicorn
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError, EngineDead, TinyVLLMError, written_out
+from tiny_vllm.errors import ConfigError, EngineDead, TinyVLLMError, shown, written_out
 from tiny_vllm.serving.app import create_app
 from tiny_vllm.serving.config import ServerConfig
 from tiny_vllm.serving.engine_client import ENGINE_COMMAND, EngineState
@@ -107,8 +107,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host {host!r} is no address of this machine: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        # Names that the encoding for host names refuses are a UnicodeError, those with a null a ValueError.
+        reason = error.strerror if isinstance(error, OSError) else "no name of a host is so"
+        raise ConfigError(
+            f"host {shown(host)} is no address of this machine: {reason}",
+            hint="127.0.0.1 is for this machine only, 0.0.0.0 is every network interface",
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _notice_lost_peers(listener)

@@ -7,6 +7,7 @@ marked and nothing is done here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer as Backend
 
 from tiny_vllm.errors import MAX_REASON_LEN, RequestError, printable
 
-MARKS = range(0xF0000, 0xFFFFE)
-"""Code points for private use: normalisers leave them alone, and no chat template has one."""
+MARKS = range(0x1D800, 0x1DA00)
+"""Symbols of Sutton SignWriting: normalisers leave them alone, no chat template has one, they belong to no
+word, and Python does not escape them where a template writes a whole message or tool as Python would."""
 
 ORDINARY_ID = 0
 """What the finder makes of text between control tokens."""
@@ -147,12 +149,21 @@ class SpecialText:
 
 
 def unused_mark(texts: Sequence[str]) -> str:
-    """The first mark that is in none of the texts. Raises RequestError if all are."""
+    """The first mark that is in none of the texts, as an escape neither. Raises RequestError if all are."""
     seen = set().union(*texts)
-    for code in MARKS:
-        if chr(code) not in seen:
-            return chr(code)
-    raise RequestError("the texts have every code point for private use of plane 15", hint="leave one out")
+    for mark in map(chr, MARKS):
+        if mark not in seen and not any(is_escaped_in(text, mark) for text in texts):
+            return mark
+    raise RequestError(
+        f"the texts have every mark for control tokens (U+{MARKS[0]:X} to U+{MARKS[-1]:X})",
+        hint="leave one out",
+    )
+
+
+def is_escaped_in(text: str, mark: str) -> bool:
+    """Whether the text has the mark as an escape of JSON, of Python's ASCII or of its bytes."""
+    as_bytes = repr(mark.encode())[2:-1]
+    return any(escape in text for escape in (json.dumps(mark)[1:-1], ascii(mark)[1:-1], as_bytes))
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tiny_vllm.errors import PromptTooLong, RequestError
 from tiny_vllm.text.chat_template import ChatTemplate, Message
 from tiny_vllm.text.detokenizer import Detokenizer
 from tiny_vllm.text.pieces import keeps_all_bytes, pieces_of
-from tiny_vllm.text.special_text import SpecialText, encoded_ids, map_strings, strings_in
+from tiny_vllm.text.special_text import SpecialText, encoded_ids, is_escaped_in, map_strings, strings_in
 
 NFC_SHRINKS = 3
 """NFC makes a text at most so many times shorter, in bytes (Unicode Standard Annex 15)."""
@@ -144,6 +144,12 @@ class Tokenizer:
         except RequestError:
             chat_template.render(messages, **options)  # Refused in the client's own words.
             raise
+        if is_escaped_in(marked, mark):
+            raise RequestError(
+                "this model's chat template writes messages, tools or variables with escapes, where the "
+                "client's control tokens cannot be told from its own",
+                hint="leave control tokens out of them, or set parse_special_tokens",
+            )
         text = marked.replace(mark, "")
         self._check_len(text, context_len)
         return text, self._with_bos(self._special_text.encode(marked, mark))
