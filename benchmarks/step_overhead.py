@@ -74,9 +74,9 @@ class NoDecoder:
         self.begun: list[float] = []
         """The thread's processor time at the beginning of each forward pass, in seconds."""
 
-    def forward(self, batch: ForwardBatch, kv_cache: object, *, ends_only: bool) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: object) -> Tensor:
         self.begun.append(time.thread_time())
-        num_rows = batch.num_decodes + batch.num_prefills if ends_only else len(batch.token_ids)
+        num_rows = batch.num_decodes + batch.num_prefills if batch.ends_only else len(batch.token_ids)
         return torch.zeros(num_rows, 1, device=batch.token_ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -362,10 +362,11 @@ def _load_prompt_kernels(
     token_ids = (0,) * min(2 * kv_cache.page_size, max_model_len)
     chunk = Chunk(table.padding_slot, 0, 0, token_ids, samples=True)
     plan = StepPlan(0, (), (), (), (), (), (chunk,))
-    shape = BatchShape(0, len(token_ids), 1, 0, -(-len(token_ids) // kv_cache.page_size))
+    num_pages = -(-len(token_ids) // kv_cache.page_size)
+    shape = BatchShape(0, len(token_ids), 1, 0, num_pages, ends_only=True)
     packed = torch.from_numpy(pack_batch(plan, shape, table.padding_slot)).to(device)
     batch = build_batch(packed, shape, table, kv_cache.page_size)
-    decoder.logits(decoder.forward(batch, kv_cache, ends_only=True))
+    decoder.logits(decoder.forward(batch, kv_cache))
 
 
 def _make_tape(
