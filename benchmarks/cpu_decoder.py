@@ -115,6 +115,7 @@ def prefill_batch(length: int) -> ForwardBatch:
         prefill_page_table=page_table,
         prefill_query_starts=torch.tensor([0, length]),
         prefill_context_lens=torch.tensor([length]),
+        ends_only=True,
     )
 
 
