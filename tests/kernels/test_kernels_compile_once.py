@@ -115,20 +115,20 @@ def test_decode_attention_of_mixed_steps() -> None:
     assert count(kernels) == {"_attend_part_kernel": 4, "_join_parts_kernel": 2}
 
 
-@pytest.mark.parametrize(("num_active", "num_products"), [(1, 2 * 2), (8, 3 * 2)])
+@pytest.mark.parametrize(("num_active", "num_products"), [(1, 3 * 2), (8, 4 * 2)])
 def test_mixture_of_experts(num_active: int, num_products: int) -> None:
-    """Both products have larger tiles for more picks, here up to the second or third size. Few picks are
-    sorted in a smaller block; fewer are not sorted, and those of one token share no experts."""
+    """Both products have larger tiles for more picks, here up to the third or fourth size. Few picks are
+    sorted in smaller blocks, of two sizes; fewer are not sorted, and those of one token share no experts."""
     matrices = ExpertMatrices(meta(128, 1536, 2048), meta(128, 2048, 768), None, None)
     with compiling() as kernels:
-        for num_tokens in (*NUM_TOKENS, 2048):
+        for num_tokens in (*NUM_TOKENS, 2048, 16384):
             logits = meta(1, num_tokens, 128)
             experts, weights = pick_experts(logits, None, num_active, True)
             expert_parts(meta(num_tokens, 2048), experts, weights, matrices, "silu")
     assert count(kernels) == {
         "_pick_experts_kernel": 1,
         "_picked_product_kernel": 2 if num_active == 8 else 2 * 2,
-        "_expert_tiles_kernel": 2,
+        "_expert_tiles_kernel": 3,
         "_expert_product_kernel": num_products,
     }
 
