@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,10 @@ from benchmarks.arrivals import (
 )
 from tests.cli.test_bench_decode import CONFIG
 from tests.helpers.engines import FakeEngine
+from tests.helpers.scripts import run_script
 from tiny_vllm.cli.bench_load import LoadResult, RequestTimes
 from tiny_vllm.cli.bench_workloads import WorkItem
 
-ROOT = Path(__file__).parents[1]
 SMALL = (
     *("--device", "cpu", "--max-num-seqs", "8", "--length-scale", "0.05", "--seconds", "0.3"),
     *("--long-prompt-len", "100", "--long-every", "0.1", "--capacity-requests", "20"),
@@ -38,16 +35,7 @@ SMALL = (
 def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
     report = tmp_path / "report.json"
-    command = [sys.executable, "benchmarks/arrivals.py", "--model", str(tmp_path), "--json", str(report)]
-    command += [*SMALL, *options]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_script("arrivals.py", "--model", str(tmp_path), "--json", str(report), *SMALL, *options)
     content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
     return done.returncode, content, done.stdout + done.stderr
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ import pytest
 from benchmarks.gpu_trace import TimedStepper, plan_spans
 from benchmarks.trace_events import Span, excerpt, host_figures, idle_figures, own_time, parse_trace
 from tests.cli.test_bench_decode import CONFIG
-
-ROOT = Path(__file__).parents[1]
+from tests.helpers.scripts import run_script
 
 
 def event(category: str, name: str, start: float, duration: float, launch: int = 0) -> dict[str, Any]:
@@ -124,24 +120,12 @@ def test_events_stand_round_the_kernels_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert order == ["kernels", "event", "kernels", "event"] and len(stepper.pairs) == 1
 
 
-def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/gpu_trace.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def test_a_report_becomes_a_picture(tmp_path: Path) -> None:
     host, gpu = parse_trace(trace_of(6))
     row = {"batch_size": 64, **host_figures(host), **idle_figures(gpu), "trace": excerpt(host, gpu, 4)}
     report, picture = tmp_path / "trace.json", tmp_path / "images" / "trace.png"
     report.write_text(json.dumps({"rows": [row, {"batch_size": 256, "skipped": "120 s are over"}]}))
-    run = script("draw", str(report), str(picture))
+    run = run_script("gpu_trace.py", "draw", str(report), str(picture))
     assert run.returncode == 0, run.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -152,7 +136,7 @@ def test_a_cpu_gets_its_host_figures_and_no_picture(tmp_path: Path) -> None:
     report = tmp_path / "trace.json"
     options = ["--device", "cpu", "--model", str(tmp_path), "--batch-sizes", "1,3", "--input-len", "20"]
     options += ["--num-steps", "6", "--traced-steps", "5", "--num-pages", "64", "--json", str(report)]
-    run = script("measure", *options)
+    run = run_script("gpu_trace.py", "measure", *options)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(report.read_text())["rows"]
     assert [row["batch_size"] for row in rows] == [1, 3]
@@ -161,5 +145,5 @@ def test_a_cpu_gets_its_host_figures_and_no_picture(tmp_path: Path) -> None:
         assert row["host_us"] < 2 * row["us_per_step"]
         assert [name for name, *_ in row["trace"]["host"]].count("submit") == 4
         assert row["note"] == "the profiler saw nothing of a GPU"
-    run = script("draw", str(report), str(tmp_path / "trace.png"))
+    run = run_script("gpu_trace.py", "draw", str(report), str(tmp_path / "trace.png"))
     assert run.returncode == 2 and "has no trace of a GPU" in run.stderr

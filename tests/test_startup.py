@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +11,17 @@ import pytest
 
 from benchmarks.startup import PARTS, Clock
 from tests.cli.test_bench_decode import CONFIG
+from tests.helpers.scripts import run_script
 from tests.serving.support import assert_once_below
 from tiny_vllm.kernels.cpu_decode import has_numba
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     report = tmp_path / "results" / "startup.json"
-    command = [sys.executable, "benchmarks/startup.py", "--model", str(tmp_path), "--json", str(report)]
-    done = subprocess.run(
-        [*command, "--device", "cpu", "--repeats", "1", "--input-len", "9", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    arguments = ["--model", str(tmp_path), "--json", str(report)]
+    arguments += ["--device", "cpu", "--repeats", "1", "--input-len", "9", *options]
+    done = run_script("startup.py", *arguments)
     content: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
     return done.returncode, content, done.stdout + done.stderr
 

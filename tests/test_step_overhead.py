@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.scripts import run_script
 
 
 def run(*options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/step_overhead.py", *options, "--repeats", "1"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script("step_overhead.py", *options, "--repeats", "1")
     assert done.returncode == 0, done.stderr
     line: dict[str, Any] = json.loads(done.stdout)
     return line

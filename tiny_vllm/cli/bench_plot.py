@@ -119,5 +119,5 @@ def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]])
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", hint="name another file for the picture"
+            f"{path} cannot be written: {error.strerror or error}", hint="name another file for the picture"
         ) from error

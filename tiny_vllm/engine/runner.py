@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -172,8 +173,8 @@ class Runner:
         padded = None if graphs is None else graphs.choose_shape(plan)
         shape = padded or BatchShape.of(plan, table)
         packed = upload.integers(pack_batch(plan, shape, table.padding_slot))
-        lens = [1 if shape.ends_only else len(chunk.token_ids) for chunk in plan.chunks]
-        slots, rows = self._sampling_rows(plan, shape.num_decodes, lens)
+        ends = list(accumulate(1 if shape.ends_only else len(chunk.token_ids) for chunk in plan.chunks))
+        slots, rows = self._sampling_rows(plan, shape.num_decodes, ends)
         slot_ids, row_ids = upload.integers(slots), upload.integers(rows)
         sampling = self._sampler.prepare(slots, slot_ids, upload)
         upload.send(self._transfers)
@@ -185,8 +186,8 @@ class Runner:
         of_chunks = hidden[shape.num_decodes :]
         result = StepResult(
             [],
-            prompt_logprobs=self._score_prompts(plan, of_chunks, lens),
-            pooled=self._pool_prompts(plan, of_chunks, lens),
+            prompt_logprobs=self._score_prompts(plan, of_chunks, ends),
+            pooled=self._pool_prompts(plan, of_chunks, ends),
         )
         if not slots:
             return ComputedStep(result, result.tells_of_prompts)
@@ -197,17 +198,15 @@ class Runner:
         return self._finish(drawn, sampling, result)
 
     @staticmethod
-    def _sampling_rows(plan: StepPlan, first_row: int, chunk_lens: list[int]) -> tuple[list[int], list[int]]:
-        """Slots that get a token, and their rows of hidden states. first_row: of the chunks; chunk_lens: how
-        many each chunk has."""
+    def _sampling_rows(plan: StepPlan, first_row: int, ends: list[int]) -> tuple[list[int], list[int]]:
+        """Slots that get a token, and their rows of hidden states. first_row: of the chunks; ends: where the
+        rows of each chunk end, counted from there."""
         slots = list(plan.decode_slots)
         rows = list(range(len(slots)))
-        row = first_row
-        for chunk, chunk_len in zip(plan.chunks, chunk_lens, strict=True):
-            row += chunk_len
+        for chunk, end in zip(plan.chunks, ends, strict=True):
             if chunk.samples:
                 slots.append(chunk.slot)
-                rows.append(row - 1)
+                rows.append(first_row + end - 1)
         return slots, rows
 
     def _finish(
@@ -222,31 +221,28 @@ class Runner:
         return ComputedStep(result, is_synchronous=True)
 
     def _score_prompts(
-        self, plan: StepPlan, hidden: Tensor, chunk_lens: list[int]
+        self, plan: StepPlan, hidden: Tensor, ends: list[int]
     ) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens of chunks that ask for them, by position in the plan.
 
-        hidden: of the chunks, chunk_lens rows each."""
+        hidden: of the chunks, whose rows end at `ends`."""
         found: dict[int, list[TokenLogprobs]] = {}
-        row = 0
-        for position, (chunk, chunk_len) in enumerate(zip(plan.chunks, chunk_lens, strict=True)):
+        for position, (chunk, end) in enumerate(zip(plan.chunks, ends, strict=True)):
             if chunk.num_prompt_logprobs is not None:
-                rows = hidden[row : row + len(chunk.target_token_ids)]
+                first = end - len(chunk.token_ids)
+                rows = hidden[first : first + len(chunk.target_token_ids)]
                 found[position] = self._score(rows, chunk.target_token_ids, chunk.num_prompt_logprobs)
-            row += chunk_len
         return found
 
-    def _pool_prompts(self, plan: StepPlan, hidden: Tensor, chunk_lens: list[int]) -> dict[int, np.ndarray]:
+    def _pool_prompts(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, np.ndarray]:
         """Sums of the hidden states that chunks want pooled, by position in the plan.
 
-        hidden: of the chunks, chunk_lens rows each."""
+        hidden: of the chunks, whose rows end at `ends`."""
         places: list[int] = []
         sums: list[Tensor] = []
-        row = 0
-        for position, (chunk, chunk_len) in enumerate(zip(plan.chunks, chunk_lens, strict=True)):
-            row += chunk_len
+        for position, (chunk, end) in enumerate(zip(plan.chunks, ends, strict=True)):
             if chunk.num_pooled:
-                rows = self._decoder.final_hidden(hidden[row - chunk.num_pooled : row])
+                rows = self._decoder.final_hidden(hidden[end - chunk.num_pooled : end])
                 places.append(position)
                 sums.append(rows.sum(0, dtype=torch.float32))
         return dict(zip(places, torch.stack(sums).cpu().numpy(), strict=True)) if sums else {}

@@ -67,7 +67,7 @@ class Tiles:
 # are the bytes in flight: 4 x 2 x 64 x 128 values are 128 KB of gate and up. With many, the sums of 128 x 128
 # tokens and rows, for gate and up, are 128 registers of 256 threads. us of both products and sorting on an
 # H200 with 16 / 64 / 1,024 tokens per expert: Qwen3-30B-A3B 314 / 389 / 2,849, by the next smaller tiles 336
-# / 385 / 2,918; gpt-oss 398 / 472 / 3,397, smaller 429 / 480 / 3,502 (gpu_expert_prompts.py --sweep).
+# / 385 / 2,918; gpt-oss 398 / 472 / 3,397, smaller 429 / 480 / 3,589 (gpu_expert_prompts.py --sweep).
 TILES_16_BIT = (
     (12, Tiles(16, 64, 128, 4, 4), Tiles(16, 64, 128, 4, 4)),
     (48, Tiles(64, 64, 64, 4, 4), Tiles(64, 64, 64, 4, 4)),
