@@ -157,10 +157,9 @@ def check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, 
         return
     if kind.choices:
         if value not in kind.choices:
-            close = difflib.get_close_matches(str(value)[:64], kind.choices, n=1)
             raise ConfigError(
                 f"{name} is {shown(value)}, but must be one of {', '.join(kind.choices)}",
-                hint=f"did you mean {close[0]}?" if close else metadata["help"],
+                hint=metadata["help"],
             )
         return
     accepted = (int, float) if kind.type is float else kind.type

@@ -22,6 +22,53 @@ def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert captured.err == "error: --page-size is 24, but must be a power of two\nhint: use 16\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            ["generate", "x", "--max-toks", "5"],
+            "unrecognized arguments: --max-toks 5",
+            "did you mean --max-tokens?",
+        ),
+        (
+            ["bench", "latency", "--num-iter=3"],
+            "unrecognized arguments: --num-iter=3",
+            "did you mean --num-iters?",
+        ),
+        (["info", "--xyzzy"], "unrecognized arguments: --xyzzy", "--help lists the options"),
+        (["info", "model", "another"], "unrecognized arguments: another", "--help tells what is taken"),
+        (
+            ["generate", "x", "--top-k", "1.5"],
+            "argument --top-k: invalid int value: '1.5'",
+            "keep the k most likely",
+        ),
+        (["generate", "x", "--top-k"], "argument --top-k: expected one argument", "keep the k most likely"),
+        (
+            ["serve", "--dtype", "fp16"],
+            "argument --dtype: invalid choice: 'fp16'",
+            "type of weights, activations",
+        ),
+        (["sevre"], "argument COMMAND: invalid choice: 'sevre'", "did you mean serve?"),
+        (["xyzzy"], "argument COMMAND: invalid choice: 'xyzzy'", "--help lists them"),
+        ([], "the following arguments are required: COMMAND", "--help tells what is taken"),
+    ],
+)
+def test_what_the_parser_refuses_has_a_hint(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    *usage, refusal, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and usage[0].startswith("usage: tiny-vllm")
+    assert message in refusal and last.startswith(f"hint: {hint}")
+
+
+def test_the_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "latency", "--xyzzy"])
+    assert capsys.readouterr().err.startswith("usage: tiny-vllm bench latency")
+
+
 def test_debug_shows_the_traceback(llm: FakeLLM) -> None:
     llm.error = RequestError("too long")
     with pytest.raises(RequestError):
