@@ -132,6 +132,8 @@ class ChatTemplate:
             raise RequestError(
                 f"messages[{place}] is of type {json_type(message)}, but must be an object", hint=USE_MESSAGE
             )
+        # Clients send back all fields of an answer. Templates know absent ones, and would write None.
+        message = {name: value for name, value in message.items() if value is not None}
         role, content = message.get("role"), message.get("content")
         for name in CALL_FIELDS:
             if message.get(name) and name not in f"{self.source}{self.tool_source}":
@@ -155,9 +157,9 @@ class ChatTemplate:
         if content is None:
             if not message.get("tool_calls"):
                 raise RequestError(f"messages[{place}] has no content", hint=USE_MESSAGE)
-            return dict(message)
+            return message
         if isinstance(content, str):
-            return dict(message)
+            return message
         parts = _text_parts(place, content)
         if self._compiled.wants_parts:
             return {**message, "content": parts}
