@@ -13,6 +13,7 @@ from tiny_vllm.cli.main import main
 from tiny_vllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
+OUTPUT_HINT = "hint: look at where stdout goes: a file, a disk, another program\n"
 
 
 def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,13 +155,13 @@ def run_in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProce
 )
 def test_a_full_disk_is_one_error_without_blame(arguments: list[str]) -> None:
     run = run_in_shell(">/dev/full", *arguments)
-    assert run.stderr == "error: cannot write the output: No space left on device\n"
+    assert run.stderr == f"error: cannot write the output: No space left on device\n{OUTPUT_HINT}"
     assert run.returncode == 1
 
 
 def test_a_closed_stdout_is_one_error() -> None:
     run = run_in_shell(">&-", "generate", "x")
-    assert run.stderr == "error: cannot write the output: stdout is closed\n"
+    assert run.stderr == f"error: cannot write the output: stdout is closed\n{OUTPUT_HINT}"
     assert run.returncode == 1
 
 
