@@ -155,7 +155,7 @@ def test_values_outside_the_limits_are_refused_by_name(options: dict[str, Any]) 
         SamplingParams(**options)
     assert any(name in str(caught.value) for name in options)
     assert len(str(caught.value)) < 400
-    assert isinstance(caught.value, TinyVLLMError)
+    assert isinstance(caught.value, TinyVLLMError) and caught.value.hint
     assert isinstance(caught.value, ValueError)
 
 

@@ -149,30 +149,36 @@ class EngineConfig:
 
 
 def check_option(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
-    """Check a value against its field's annotation and its "low" and "high". Raises ConfigError."""
+    """Check a value against its field's annotation and its "low" and "high". Raises ConfigError, with the
+    "help" of the field as its hint.
+    """
     kind = OPTION_KINDS[str(annotation)]
     if value is None and kind.optional:
         return
     if kind.choices:
         if value not in kind.choices:
-            raise ConfigError(f"{name} is {shown(value)}, but must be one of {', '.join(kind.choices)}")
+            raise ConfigError(
+                f"{name} is {shown(value)}, but must be one of {', '.join(kind.choices)}",
+                hint=metadata["help"],
+            )
         return
     accepted = (int, float) if kind.type is float else kind.type
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind.type is not bool):
-        raise ConfigError(f"{name} is {shown(value)}, but must be of type {kind.type.__name__}")
-    if isinstance(value, int | float) and kind.type is not bool:
-        _check_range(
-            name, value, metadata["low"], MAX_NUMBER if metadata["high"] is None else metadata["high"]
+        raise ConfigError(
+            f"{name} is {shown(value)}, but must be of type {kind.type.__name__}", hint=metadata["help"]
         )
+    if isinstance(value, int | float) and kind.type is not bool:
+        _check_range(name, value, metadata)
 
 
-def _check_range(name: str, value: float, low: float | None, high: float) -> None:
+def _check_range(name: str, value: float, metadata: Mapping[str, Any]) -> None:
+    low, high = metadata["low"], MAX_NUMBER if metadata["high"] is None else metadata["high"]
     # The comparison is written so that NaN fails it.
     if (low is None or value >= low) and value <= high:
         return
     shown = "an integer of more than 256 bits" if _is_huge(value) else value
     limit = f"from {low} to {high}" if high != MAX_NUMBER or value > high else f"at least {low}"
-    raise ConfigError(f"{name} is {shown}, but must be {limit}")
+    raise ConfigError(f"{name} is {shown}, but must be {limit}", hint=metadata["help"])
 
 
 def _is_huge(value: float) -> bool:

@@ -22,6 +22,11 @@ MAX_REASON_LEN = 500
 
 UNREADABLE = "check its permissions and the disk"
 """The hint for a file that cannot be read."""
+UNWRITABLE = "check its directory, its permissions and the disk, or name another file"
+"""The hint for a file that cannot be written."""
+SWITCH = "without quotes, and no number"
+"""The hint where true or false is meant."""
+LEAVE_OUT = "leave it out for the default"
 
 JSON_TYPES = {
     "NoneType": "null",

@@ -29,7 +29,7 @@ from tiny_vllm.engine.embedding import EmbeddingParams
 from tiny_vllm.engine.engine import Engine, EngineStats
 from tiny_vllm.engine.garbage import without_full_collections
 from tiny_vllm.engine.page_pool import PAGE_STATES
-from tiny_vllm.errors import EngineDead, ModelError, RequestError, shown
+from tiny_vllm.errors import SWITCH, EngineDead, ModelError, RequestError, shown
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, RequestUpdate
 from tiny_vllm.text.output_processor import OutputProcessor
@@ -434,7 +434,7 @@ def _plain_prompt(prompt: Any) -> Any:
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} is {shown(value)}, but must be true or false")
+        raise RequestError(f"{name} is {shown(value)}, but must be true or false", hint=SWITCH)
 
 
 def _embedding(output: RequestOutput, params: EmbeddingParams) -> EmbeddingRequestOutput:

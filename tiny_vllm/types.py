@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal
 
-from tiny_vllm.errors import RequestError, shown
+from tiny_vllm.errors import SWITCH, RequestError, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow without changing the choice."""
@@ -24,6 +24,11 @@ MAX_SEED = 2**64 - 1
 MAX_INTEGER = 2**63 - 1
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,77}")
 """Text that stands for an integer, of as many digits as a message would show."""
+
+VOCABULARY_HINT = "take ids from this model's own tokenizer"
+LOGPROBS_HINT = "-1 is the whole vocabulary"
+TEXTS_HINT = "write each text in quotes, and several in a list"
+BIAS_HINT = "100 allows such tokens alone, -100 forbids them"
 
 Pooling = Literal["mean", "last"]
 """How the final hidden states of a prompt become one vector: those of all tokens, or of the last one."""
@@ -116,22 +121,20 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, low=1)
-        _integer("max_tokens", self.max_tokens, low=0, optional=True)
-        _integer("min_tokens", self.min_tokens, low=0)
+        _integer("n", self.n, low=1, hint="it is the number of answers to a prompt")
+        _integer("max_tokens", self.max_tokens, low=0, optional=True, hint="0 only computes the prompt")
+        _integer("min_tokens", self.min_tokens, low=0, hint="0 is no minimum")
         _integer("top_k", self.top_k, low=-1, hint="0 or -1 keeps every token")
-        _integer("seed", self.seed, low=-(2**63), high=MAX_SEED, optional=True)
-        _integer("logprobs", self.logprobs, low=-1, optional=True)
-        _integer("prompt_logprobs", self.prompt_logprobs, low=-1, optional=True)
+        _integer(
+            "seed", self.seed, low=-(2**63), high=MAX_SEED, optional=True, hint="without one, each is fresh"
+        )
+        _integer("logprobs", self.logprobs, low=-1, optional=True, hint=LOGPROBS_HINT)
+        _integer("prompt_logprobs", self.prompt_logprobs, low=-1, optional=True, hint=LOGPROBS_HINT)
         _set(self, "temperature", _number("temperature", self.temperature, low=0.0, hint="0 is greedy"))
         _set(self, "top_p", _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 keeps every token"))
         _set(self, "min_p", _number("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token"))
-        _set(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
-        _set(
-            self,
-            "frequency_penalty",
-            _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0),
-        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _set(self, name, _number(name, getattr(self, name), low=-2.0, high=2.0, hint="0 is off"))
         _set(
             self,
             "repetition_penalty",
@@ -144,7 +147,9 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {shown(getattr(self, name))}, but must be true or false")
+                raise RequestError(
+                    f"{name} is {shown(getattr(self, name))}, but must be true or false", hint=SWITCH
+                )
 
     def _check_lists(self) -> None:
         """Normalise the collections to tuples, so that a frozen value really is one."""
@@ -172,7 +177,7 @@ def _integer(
     low: int,
     high: int = MAX_INTEGER,
     optional: bool = False,
-    hint: str | None = None,
+    hint: str,
 ) -> None:
     if value is None and optional:
         return
@@ -190,7 +195,7 @@ def _number(
     low: float,
     high: float = math.inf,
     is_above: bool = False,
-    hint: str | None = None,
+    hint: str,
 ) -> float:
     """The value as a float: an integer may be too large for a tensor's element. is_above: not low itself."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -207,10 +212,10 @@ def _texts(name: str, values: object, *, reject_blank: bool = False) -> tuple[st
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} is {shown(values)}, but must be a list of strings")
+        raise RequestError(f"{name} is {shown(values)}, but must be a list of strings", hint=TEXTS_HINT)
     for value in values:
         if not isinstance(value, str):
-            raise RequestError(f"{name} contains {shown(value)}, which is not a string")
+            raise RequestError(f"{name} contains {shown(value)}, which is not a string", hint=TEXTS_HINT)
         if not value or (reject_blank and not value.strip()):
             raise RequestError(f"{name} contains {shown(value)}, which has no text", hint="remove it")
     return tuple(values)
@@ -220,15 +225,17 @@ def _token_ids(name: str, values: object) -> tuple[int, ...] | None:
     if values is None:
         return None
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise RequestError(f"{name} is {shown(values)}, but must be a list of token ids")
+        raise RequestError(
+            f"{name} is {shown(values)}, but must be a list of token ids", hint=VOCABULARY_HINT
+        )
     for value in values:
-        _integer(f"a token id in {name}", value, low=0)
+        _integer(f"a token id in {name}", value, low=0, hint=VOCABULARY_HINT)
     return tuple(values)
 
 
 def _bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers")
+        raise RequestError(f"logit_bias is {shown(bias)}, but must map token ids to numbers", hint=BIAS_HINT)
     checked: dict[int, float] = {}
     for key, value in bias.items():
         # JSON objects have string keys, so "42" is how a token id arrives over HTTP.
@@ -237,7 +244,7 @@ def _bias(bias: object) -> dict[int, float]:
         _integer("a token id in logit_bias", key, low=0, hint="its keys are this model's token ids")
         if key in checked:
             raise RequestError(f"logit_bias has token id {key} twice", hint="remove one")
-        checked[key] = _number(f"logit_bias[{key}]", value, low=-MAX_BIAS, high=MAX_BIAS)
+        checked[key] = _number(f"logit_bias[{key}]", value, low=-MAX_BIAS, high=MAX_BIAS, hint=BIAS_HINT)
     return checked
 
 

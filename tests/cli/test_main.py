@@ -13,6 +13,7 @@ from tiny_vllm.cli.main import main
 from tiny_vllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
+OUTPUT_HINT = "hint: look at where stdout goes: a file, a disk, another program\n"
 
 
 def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,6 +21,53 @@ def test_a_user_error_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "error: --page-size is 24, but must be a power of two\nhint: use 16\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            ["generate", "x", "--max-toks", "5"],
+            "unrecognized arguments: --max-toks 5",
+            "did you mean --max-tokens?",
+        ),
+        (
+            ["bench", "latency", "--num-iter=3"],
+            "unrecognized arguments: --num-iter=3",
+            "did you mean --num-iters?",
+        ),
+        (["info", "--xyzzy"], "unrecognized arguments: --xyzzy", "--help lists the options"),
+        (["info", "model", "another"], "unrecognized arguments: another", "--help tells what is taken"),
+        (
+            ["generate", "x", "--top-k", "1.5"],
+            "argument --top-k: invalid int value: '1.5'",
+            "keep the k most likely",
+        ),
+        (["generate", "x", "--top-k"], "argument --top-k: expected one argument", "keep the k most likely"),
+        (
+            ["serve", "--dtype", "fp16"],
+            "argument --dtype: invalid choice: 'fp16'",
+            "type of weights, activations",
+        ),
+        (["sevre"], "argument COMMAND: invalid choice: 'sevre'", "did you mean serve?"),
+        (["xyzzy"], "argument COMMAND: invalid choice: 'xyzzy'", "--help lists them"),
+        ([], "the following arguments are required: COMMAND", "--help tells what is taken"),
+    ],
+)
+def test_what_the_parser_refuses_has_a_hint(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    *usage, refusal, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and usage[0].startswith("usage: tiny-vllm")
+    assert message in refusal and last.startswith(f"hint: {hint}")
+
+
+def test_the_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "latency", "--xyzzy"])
+    assert capsys.readouterr().err.startswith("usage: tiny-vllm bench latency")
 
 
 def test_debug_shows_the_traceback(llm: FakeLLM) -> None:
@@ -107,13 +155,13 @@ def run_in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProce
 )
 def test_a_full_disk_is_one_error_without_blame(arguments: list[str]) -> None:
     run = run_in_shell(">/dev/full", *arguments)
-    assert run.stderr == "error: cannot write the output: No space left on device\n"
+    assert run.stderr == f"error: cannot write the output: No space left on device\n{OUTPUT_HINT}"
     assert run.returncode == 1
 
 
 def test_a_closed_stdout_is_one_error() -> None:
     run = run_in_shell(">&-", "generate", "x")
-    assert run.stderr == "error: cannot write the output: stdout is closed\n"
+    assert run.stderr == f"error: cannot write the output: stdout is closed\n{OUTPUT_HINT}"
     assert run.returncode == 1
 
 

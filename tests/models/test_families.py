@@ -80,6 +80,23 @@ def test_gemma_3_keeps_its_local_rope_apart() -> None:
     assert spec.layer_rope(0) == spec.sliding_rope and spec.layer_rope(5) == spec.rope
 
 
+def test_gemma_3_takes_bases_from_beside_parameters_that_have_none() -> None:
+    nested = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    beside = {"rope_theta": 500.0, "rope_local_base_freq": 77.0}
+    for parameters in (nested, {"full_attention": nested["full_attention"]}, {"sliding_attention": None}):
+        spec = read("gemma3", rope_parameters=parameters, **beside)
+        assert spec.sliding_rope is not None
+        assert (spec.rope.theta, spec.sliding_rope.theta) == (500.0, 77.0)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_gemma_3_reads_the_original_length_among_the_parameters_alone(is_nested: bool) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    style = {"rope_parameters": {"full_attention": yarn}} if is_nested else {"rope_scaling": yarn}
+    spec = read("gemma3", original_max_position_embeddings=16, max_position_embeddings=100, **style)
+    assert spec.rope.original_max_position_embeddings == 100
+
+
 def test_the_usual_scale_of_attention_is_not_a_trait() -> None:
     assert read("gemma2", query_pre_attn_scalar=256).attention_scale is None
     assert read("gemma2", query_pre_attn_scalar=144).attention_scale == 144**-0.5
@@ -93,6 +110,27 @@ def test_a_null_soft_cap_is_none() -> None:
 def test_smollm3_says_which_layers_have_no_rotation() -> None:
     assert read("smollm3", num_hidden_layers=9).unrotated_layers == (3, 7)
     assert read("smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1]).unrotated_layers == (1,)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gpt_oss"])
+def test_null_for_key_value_heads_or_the_head_size_means_that_queries_tell(name: str) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6}
+    spec = read(name, **sizes, num_key_value_heads=None, head_dim=None)
+    assert (spec.num_kv_heads, spec.head_dim) == (6, 16)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_names(name: str, key: str) -> None:
+    experts = read(name, **{key: 12}).experts
+    assert experts is not None and experts.num_experts == 12
+
+
+def test_layer_types_may_repeat_what_families_of_equal_layers_compute() -> None:
+    full, sliding = ["full_attention"] * 24, ["sliding_attention"] * 24
+    assert read("qwen3_moe", layer_types=full).sliding_layers == ()
+    windows = {"use_sliding_window": True, "sliding_window": 5}
+    assert read("qwen3_moe", layer_types=sliding, **windows).sliding_layers == tuple(range(24))
 
 
 def test_sparse_layers_of_qwen3_moe() -> None:
@@ -133,6 +171,24 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "sliding_window is not set",
     ),
     "layer types of a mistral": ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),
+    "layer types that Qwen3-MoE does not have": (
+        "qwen3_moe",
+        {"layer_types": ["full_attention"] * 24, "use_sliding_window": True, "sliding_window": 5},
+        "layer_types is .* must be 24 times sliding_attention",
+    ),
+    "sliding layers of Qwen3-MoE with windows off": (
+        "qwen3_moe",
+        {"layer_types": ["sliding_attention"] * 24},
+        "layer_types is .* must be 24 times full_attention",
+    ),
+    "two scalings of a gemma": (
+        "gemma3",
+        {
+            "rope_parameters": {"full_attention": {"rope_type": "default"}},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "contradict each other",
+    ),
     "bidirectional": ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     "soft cap of another gemma": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),

@@ -78,9 +78,19 @@ def test_gguf_numbers_repeated_for_every_layer_are_one_number() -> None:
 
 def test_gguf_linear_scaling() -> None:
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    for changes in (scaling, {"llama.rope.scale_linear": 2.0}):
+    old = {"llama.rope.scale_linear": 2.0}
+    # A factor without a kind is linear.
+    factor = {"llama.rope.scaling.factor": 2.0}
+    for changes in (scaling, old, factor, {**old, "llama.rope.scaling.type": "linear"}):
         spec = gguf_spec(changes)
         assert (spec.rope.scaling, spec.rope.factor, spec.max_position_embeddings) == ("linear", 2.0, 8192)
+
+
+@pytest.mark.parametrize("factor", ["scaling.factor", "scale_linear"])
+@pytest.mark.parametrize(("kind", "value"), [("none", 2.0), (None, 1.0), (None, 0.0)])
+def test_gguf_factors_that_scale_nothing(factor: str, kind: str | None, value: float) -> None:
+    spec = gguf_spec({"llama.rope.scaling.type": kind, f"llama.rope.{factor}": value})
+    assert (spec.rope.scaling, spec.max_position_embeddings) == ("default", 4096)
 
 
 def test_gguf_yarn_has_the_attention_factor_of_hugging_face() -> None:
@@ -220,6 +230,22 @@ def test_gguf_of_the_largest_gemma_scales_attention_by_its_width() -> None:
     assert small.attention_scale is None
     assert large.attention_scale == (4096 / 32) ** -0.5
     assert large.sliding_window == 4096
+
+
+def test_gguf_files_older_than_soft_caps_and_windows_have_those_of_their_architecture() -> None:
+    def read(architecture: str, **more: Any) -> Any:
+        metadata = {key.replace("llama.", f"{architecture}."): value for key, value in GGUF.items()}
+        metadata |= {f"{architecture}.{key}": value for key, value in more.items()}
+        return spec_from_gguf(
+            {**metadata, "general.architecture": architecture}, GGUF_SHAPES, dtype="bfloat16"
+        )
+
+    assert (read("gemma2").attention_softcap, read("gemma2").logit_softcap) == (50.0, 30.0)
+    none = read("gemma2", attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
+    assert (none.attention_softcap, none.logit_softcap) == (None, None)
+    assert read("gemma3").logit_softcap is None
+    oss = read("gpt-oss", expert_count=8, expert_used_count=2)
+    assert (oss.sliding_window, oss.sliding_layers) == (128, (0,))
 
 
 def test_gguf_llama_files_of_relatives_are_told_by_their_keys() -> None:

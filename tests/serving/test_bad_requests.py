@@ -214,8 +214,25 @@ def test_a_chat_is_told_its_own_names(server: RunningServer) -> None:
 
 
 def test_control_characters_are_written_out(server: RunningServer) -> None:
-    assert server.request("GET", "/v1/%1b[31m").error["message"] == r"there is no /v1/\x1b[31m here"
+    message = server.request("GET", "/v1/%1b[31m").error["message"]
+    assert message.splitlines()[0] == r"there is no /v1/\x1b[31m here"
     assert server.complete("x", **{"\x1b[31m": 1}).error["param"] == r"\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "hint"),
+    [
+        ("GET", "/v1/model", "did you mean /v1/models?"),
+        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("GET", "/nothing/like/it", "/openapi.json lists what is here"),
+        ("GET", "/v1/completions", "use POST"),
+        ("PUT", "/v1/models", "use GET"),
+    ],
+)
+def test_a_wrong_path_or_method_is_told_the_right_one(
+    method: str, path: str, hint: str, server: RunningServer
+) -> None:
+    assert server.request(method, path).error["message"].splitlines()[1] == f"hint: {hint}"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/"])
@@ -289,6 +306,7 @@ def test_bad_completions(server: RunningServer, name: str, is_streamed: bool) ->
     answer = server.post("/v1/completions", {"prompt": "x", **stream, **options})
     assert answer.status == 400, answer.data
     assert message in answer.error["message"]
+    assert "\nhint: " in answer.error["message"]
 
 
 def test_token_ids_and_priorities_that_are_none_get_a_hint(server: RunningServer) -> None:
@@ -327,6 +345,7 @@ def test_bad_chats(server: RunningServer, name: str) -> None:
     answer = server.post("/v1/chat/completions", {"messages": MESSAGES, **options})
     assert answer.status == 400, answer.data
     assert message in answer.error["message"]
+    assert "\nhint: " in answer.error["message"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -82,13 +82,13 @@ def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
     [
         ("{{ 'a' + messages[0].x }}", "can only concatenate string"),
         ("{{ messages[0].tool_calls[0] + 'a' }}", "for +: 'object' and 'string'"),
-        ("{% for x in messages[0].content %}{% endfor %}", "'null' object is not iterable"),
+        ("{% for x in messages[0].tool_calls[0].id %}{% endfor %}", "'null' object is not iterable"),
         ("{{ messages[0].tool_calls[0].a.b }}", "'object' has no attribute 'a'"),
-        ("{{ messages[0].content.a.b }}", "'null' has no attribute 'a'"),
+        ("{{ messages[0].tool_calls[0].id.a.b }}", "'null' has no attribute 'a'"),
     ],
 )
 def test_what_a_template_trips_over_is_told_in_words_of_json(source: str, message: str) -> None:
-    call = {"role": "user", "content": None, "x": 5, "tool_calls": [{}]}
+    call = {"role": "user", "content": None, "x": 5, "tool_calls": [{"id": None}]}
     with pytest.raises(RequestError, match=re.escape(message)) as error:
         template(source + "{# tool_calls #}").render([call])
     assert not re.search(r"NoneType|dict|\bstr\b|\bint\b|None", error.value.message)
@@ -114,6 +114,19 @@ def test_text_parts_are_joined_for_templates_of_plain_text() -> None:
 def test_text_parts_are_passed_to_templates_that_read_them() -> None:
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template(PARTS).render([{"role": "user", "content": content}, USER]) == "[a][b]hi"
+
+
+def test_null_in_a_message_is_an_absent_key_for_the_template() -> None:
+    """As for transformers: OpenAI's clients send back all fields of an answer, and templates write None."""
+    source = (
+        "{% for message in messages %}{{ message.content }}|{{ 'name' in message }}|{{ message.tool_calls }}"
+        "{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "name": None, "tool_calls": [1]}
+    assert template(source).render([call]) == "|False|[1]"
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None}
+    assert template(source).render([answer]) == "hi|False|"
+    assert template("{{ messages }}").render([answer]) == "[{'role': 'assistant', 'content': 'hi'}]"
 
 
 def test_an_assistant_message_may_carry_only_tool_calls() -> None:

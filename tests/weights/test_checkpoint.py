@@ -421,7 +421,8 @@ def test_tied_heads(kind: str, tmp_path: Path) -> None:
     directory = save_tiny_llama(tmp_path / "model", model)
     path = directory / "model.safetensors"
     if kind == "tied with a head":
-        rewrite(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(384, 64)}))
+        head = model.model.embed_tokens.weight.detach().clone()
+        rewrite(path, lambda tensors: tensors.update({"lm_head.weight": head}))
     if kind == "untied without a head":
         rewrite(path, lambda tensors: tensors.pop("lm_head.weight"))
         refused(directory, "missing tensor lm_head.weight", "tie_word_embeddings is false")
@@ -429,6 +430,22 @@ def test_tied_heads(kind: str, tmp_path: Path) -> None:
     weights = load_weights(opened(directory), dtype=torch.float32, device="cpu")
     assert weights.lm_head is weights.embedding
     assert torch.equal(weights.embedding, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("shape", [(384, 64), (400, 64)])
+def test_a_head_that_differs_from_the_embedding_it_is_said_to_be_is_refused(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """transformers 5 computes with the head, transformers 4 with the embedding."""
+    model = make_tiny_llama(tie_word_embeddings=True)
+    directory = save_tiny_llama(tmp_path / "model", model)
+    head = torch.zeros(shape)
+    head[: model.vocab_size] = model.model.embed_tokens.weight.detach()
+    head[7, 3] += 1.0
+    rewrite(directory / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(ModelError, match=r"lm_head\.weight is not the embedding") as refusal:
+        load_weights(opened(directory), dtype=torch.bfloat16, device="cpu")
+    assert refusal.value.hint is not None and "tie_word_embeddings" in refusal.value.hint
 
 
 def test_ids_beyond_the_vocabulary_end_no_text_and_are_told(directory: Path) -> None:

@@ -21,7 +21,7 @@ from tiny_vllm.cli.bench_rows import (
 from tiny_vllm.cli.machine import free_memory_bytes, step_bytes
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
 from tiny_vllm.config import EngineConfig, kv_bytes
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import LEAVE_OUT, ConfigError
 from tiny_vllm.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def _check(args: argparse.Namespace) -> None:
     least_values = {"num_steps": 1, "num_rounds": 1, "output_len": 2, "num_iters": 1, "num_warmup": 0}
     for name, least in least_values.items():
         if getattr(args, name) < least:
-            raise ConfigError(f"{name} is {getattr(args, name)}, but must be at least {least}")
+            raise ConfigError(
+                f"{name} is {getattr(args, name)}, but must be at least {least}", hint=LEAVE_OUT
+            )
     if not (args.step or args.end_to_end):
         raise ConfigError("--no-step leaves nothing to time", hint="add --end-to-end")
     check_report_options(args)

@@ -12,7 +12,7 @@ from typing import Any
 from tiny_vllm.cli.bench_load import STEP_COLUMNS
 from tiny_vllm.cli.options import add_common_options
 from tiny_vllm.config import MAX_NUMBER
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import UNWRITABLE, ConfigError
 
 PANELS = (
     ("seconds", "step, ms", 1e3),
@@ -94,7 +94,7 @@ def check_plot(path: str) -> None:
     if not path.endswith(".png"):
         raise ConfigError(f"{path} does not end in .png", hint="pictures are PNG files")
     if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: its directory does not exist")
+        raise ConfigError(f"{path} cannot be written: its directory does not exist", hint=UNWRITABLE)
 
 
 def draw(path: str, series: Sequence[tuple[str, Mapping[str, Sequence[float]]]]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import describe_machine, measure_read_bandwidth, step_bytes
 from tiny_vllm.cli.options import engine_config
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import LEAVE_OUT, UNWRITABLE, ConfigError
 from tiny_vllm.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def check_workload(args: argparse.Namespace, counts: Sequence[str]) -> None:
     for name in ("input_len", "output_len", *counts):
         value = getattr(args, name)
         if value < 1:
-            raise ConfigError(f"{name} is {value}, but must be at least 1")
+            raise ConfigError(f"{name} is {value}, but must be at least 1", hint=LEAVE_OUT)
     if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-        raise ConfigError(f"{args.json} cannot be written: its directory does not exist")
+        raise ConfigError(f"{args.json} cannot be written: its directory does not exist", hint=UNWRITABLE)
 
 
 def run_batch(llm: LLM, args: argparse.Namespace, num_prompts: int, *, seed: int) -> list[RequestOutput]:
@@ -159,4 +159,4 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint=UNWRITABLE) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiny_vllm.cli.machine import ReadLimit, describe_machine, measure_read_limit
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import UNWRITABLE, ConfigError
 
 if TYPE_CHECKING:
     from tiny_vllm.models.spec import ModelSpec
@@ -42,7 +42,7 @@ def check_report_options(args: argparse.Namespace) -> None:
         if is_new:  # nothing has been measured yet
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{args.json} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{args.json} cannot be written: {error.strerror}", hint=UNWRITABLE) from error
 
 
 def release_memory() -> None:
@@ -164,7 +164,7 @@ class RowReport:
         try:
             Path(self._path).write_text(json.dumps(self._content(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"{self._path} cannot be written: {error.strerror}", hint=UNWRITABLE) from error
 
 
 def _cell(key: str, value: Any) -> str:

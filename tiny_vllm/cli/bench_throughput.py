@@ -19,7 +19,7 @@ from tiny_vllm.cli.bench_rows import RowReport, add_report_options, check_report
 from tiny_vllm.cli.bench_workloads import NAMED, WorkItem, Workload, arrive, make_workload
 from tiny_vllm.cli.machine import step_bytes
 from tiny_vllm.cli.options import add_common_options, add_engine_options, engine_config
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import LEAVE_OUT, ConfigError
 from tiny_vllm.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.num_iters < 1:
-        raise ConfigError(f"num_iters is {args.num_iters}, but must be at least 1")
+        raise ConfigError(f"num_iters is {args.num_iters}, but must be at least 1", hint=LEAVE_OUT)
     if args.num_warmup is not None and args.num_warmup < 0:
-        raise ConfigError(f"num_warmup is {args.num_warmup}, but must be at least 0")
+        raise ConfigError(f"num_warmup is {args.num_warmup}, but must be at least 0", hint=LEAVE_OUT)
     for name in ("plot", "keep_steps"):
         if getattr(args, name) and not args.request_rate:
             raise ConfigError(

@@ -78,7 +78,10 @@ def make_workload(name: str, vocab_size: int, *, num_prompts: int | None = None,
     Raises ConfigError for a name that is none.
     """
     if num_prompts is not None and num_prompts < 1:
-        raise ConfigError(f"num_prompts is {num_prompts}, but must be at least 1")
+        raise ConfigError(
+            f"num_prompts is {num_prompts}, but must be at least 1",
+            hint="leave it out for the workload's own",
+        )
     shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", name)
     if shape is not None:
         count, input_len, output_len = map(int, shape.groups())

@@ -73,7 +73,7 @@ def read_prompts(arguments: list[str]) -> list[str]:
     if not arguments and (sys.stdin is None or sys.stdin.isatty()):
         raise RequestError("there is no prompt", hint="tiny-vllm generate 'Once upon a time'")
     if arguments.count("-") > 1:
-        raise RequestError("- is given more than once, but stdin can be read only once")
+        raise RequestError("- is given more than once, but stdin can be read only once", hint="leave one out")
     return [_read_stdin() if argument == "-" else argument for argument in arguments or ["-"]]
 
 

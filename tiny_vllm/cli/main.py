@@ -17,6 +17,7 @@ from typing import Any
 from tiny_vllm.cli import bench, chat, demo, generate, info, serve
 from tiny_vllm.cli.options import spelt_as_options
 from tiny_vllm.cli.output import OutputError, guarded_stdout, print_error
+from tiny_vllm.cli.parser import Parser
 from tiny_vllm.engine.available_memory import is_out_of_memory
 from tiny_vllm.errors import TinyVLLMError
 
@@ -43,9 +44,7 @@ class _ShowVersion(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """The complete command line. Every leaf parser sets `run`, the function to call with the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="tiny-vllm", description="Run a language model on this machine.", allow_abbrev=False
-    )
+    parser = Parser(prog="tiny-vllm", description="Run a language model on this machine.", allow_abbrev=False)
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:

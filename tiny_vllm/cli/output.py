@@ -15,7 +15,10 @@ class OutputError(TinyVLLMError):
     """What a command has to say cannot be written: a full disk, a closed stdout."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"cannot write the output: {reason}")
+        super().__init__(
+            f"cannot write the output: {reason}",
+            hint="look at where stdout goes: a file, a disk, another program",
+        )
 
 
 def print_error(text: str) -> None:

@@ -192,7 +192,9 @@ def _plan_in(
     if must_hold_a_sequence and is_open and needs.pages < wanted:
         raise ConfigError(
             f"there is room for pages of {resolved.num_pages * resolved.page_size} tokens, less than one "
-            f"sequence of max_model_len ({resolved.max_model_len})"
+            f"sequence of max_model_len ({resolved.max_model_len})",
+            hint="lower max_model_len, or raise what sizes the pool: num_pages, mean_sequence_len, "
+            "kv_cache_memory_bytes",
         )
     if left is not None and needs.pages > left:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from tiny_vllm.errors import RequestError, shown
+from tiny_vllm.errors import SWITCH, RequestError, shown
 from tiny_vllm.types import Pooling
 
 
@@ -31,7 +31,9 @@ class EmbeddingParams:
                 hint="mean averages over all tokens",
             )
         if not isinstance(self.normalize, bool):
-            raise RequestError(f"normalize is {shown(self.normalize)}, but must be true or false")
+            raise RequestError(
+                f"normalize is {shown(self.normalize)}, but must be true or false", hint=SWITCH
+            )
         if self.dimensions is None:
             return
         if type(self.dimensions) is not int or not 1 <= self.dimensions <= hidden_size:

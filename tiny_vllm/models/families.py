@@ -83,6 +83,17 @@ def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
     return (window, tuple(range(num_layers))) if window else (None, ())
 
 
+def windows_everywhere_if_on(fields: Fields, num_layers: int) -> Windows:
+    """The same, if `use_sliding_window`. `layer_types` selects no layers, but may say what they are."""
+    window, layers = (
+        windows_everywhere(fields, num_layers) if fields.boolean("use_sliding_window") else (None, ())
+    )
+    types, kind = fields.get("layer_types"), SLIDING if window else FULL
+    if types is not None and types != [kind] * num_layers:
+        raise fields.error("layer_types", types, f"{num_layers} times {kind}")
+    return window, layers
+
+
 def windows_by_type(
     is_sliding: Callable[[Fields, int], bool], *, switch: str | None = None
 ) -> Callable[[Fields, int], Windows]:
@@ -115,9 +126,15 @@ def every_nth_is_full(period: int) -> Callable[[Fields, int], bool]:
     return lambda fields, layer: (layer + 1) % period != 0
 
 
+def num_experts(fields: Fields) -> int:
+    """Both names are in use for every family."""
+    number = fields.integer("num_experts", None, limit=MOST_PARTS)
+    return int(number or fields.integer("num_local_experts", limit=MOST_PARTS))
+
+
 def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     return ExpertsSpec(
-        num_experts=fields.integer("num_local_experts", limit=MOST_PARTS),
+        num_experts=num_experts(fields),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
     )
@@ -126,7 +143,7 @@ def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
 def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     """Softmax over the picked logits, which is the softmax over all of them brought to a sum of 1."""
     return ExpertsSpec(
-        num_experts=fields.integer("num_local_experts", limit=MOST_PARTS),
+        num_experts=num_experts(fields),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
         bias=True,
@@ -138,8 +155,7 @@ def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsSpec:
     dense = set(fields.indices("mlp_only_layers", num_layers))
     dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
     return ExpertsSpec(
-        num_experts=fields.integer("num_experts", None, limit=MOST_PARTS)
-        or fields.integer("num_local_experts", limit=MOST_PARTS),
+        num_experts=num_experts(fields),
         num_active=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
         normalize=fields.boolean("norm_topk_prob"),
@@ -260,7 +276,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         traits={"qk_norm": "head"},
         flags=ATTENTION_BIAS,
-        windows=windows_by_type(lambda fields, layer: True, switch="use_sliding_window"),
+        windows=windows_everywhere_if_on,
         experts=qwen3_experts,
     ),
     Family(

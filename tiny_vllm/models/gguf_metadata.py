@@ -64,7 +64,8 @@ class RopeTensors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """family: the row of `families` whose traits hold. numbers: fields of ModelSpec that a key holds.
+    """family: the row of `families` whose traits hold, and whose defaults, where the keys of `numbers` are in
+    a config.json, too. numbers: fields of ModelSpec that a key holds.
 
     windows: read from the metadata and the number of layers. has_pair_order: the rows of Q
     and K are ordered for rotating neighbouring pairs. experts_normalize: whether experts' weights sum to 1;
@@ -141,7 +142,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture(family="smollm3", has_pair_order=True),
     "gpt-oss": Architecture(
         family="gpt_oss",
-        windows=_by_pattern(2),
+        windows=_by_pattern(2, default=128),
         experts_normalize=True,
         experts_bias=True,
         truncates_yarn=False,
@@ -194,7 +195,7 @@ def spec_from_gguf(
     embedding = tensor_shapes.get("token_embd.weight")
     if embedding is None:
         raise ModelError("missing tensor token_embd.weight", hint="the file is incomplete")
-    traits = next(family for family in FAMILIES if family.name == row.family).traits
+    family = next(family for family in FAMILIES if family.name == row.family)
     values: dict[str, Any] = {
         "family": row.family,
         "vocab_size": embedding[0],
@@ -210,11 +211,11 @@ def spec_from_gguf(
         "output_bias": "blk.0.attn_output.bias" in tensor_shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in tensor_shapes,
         "dtype": dtype,
-        **traits,
+        **family.traits,
         "qkv_bias": any(f"blk.0.attn_{part}.bias" in tensor_shapes for part in ("q", "qkv")),
     }
     for field_name, key in row.numbers.items():
-        value = fields.number(key, None)
+        value = fields.number(key, family.defaults.get(key))
         if value:
             values[field_name] = value
     if row.windows is not None:
@@ -293,17 +294,16 @@ def _rope(fields: Fields, row: Architecture, head_dim: int, tensors: RopeTensors
             hint=OTHER_VARIANT,
         )
     theta = fields.number("rope.freq_base", 10000.0)
-    scaling = fields.get("rope.scaling.type") or "none"
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", None))
+    # A factor without a kind is linear.
+    scaling = fields.get("rope.scaling.type") or ("none" if factor in (None, 0.0, 1.0) else "linear")
     parameters: dict[str, Any] = {
         "rope_theta": theta,
         "rope_type": "default" if scaling == "none" else scaling,
         "partial_rotary_factor": rotary_dim / head_dim,
     }
-    linear = fields.number("rope.scale_linear", 1.0)
-    if scaling == "none" and linear != 1.0:
-        parameters |= {"rope_type": "linear", "factor": linear}
     if scaling not in ("none", "longrope"):
-        parameters["factor"] = fields.number("rope.scaling.factor")
+        parameters["factor"] = fields.number("rope.scaling.factor") if factor is None else factor
     original = fields.integer("rope.scaling.original_context_length", None)
     if original:
         parameters["original_max_position_embeddings"] = original

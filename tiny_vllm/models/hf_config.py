@@ -42,7 +42,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers", limit=MOST_PARTS)
-    head_dim = fields.integer("head_dim") or divide(hidden_size, num_heads, "hidden_size")
+    head_dim = _stated(fields, "head_dim") or divide(hidden_size, num_heads, "hidden_size")
     rope, sliding_rope, context = _ropes(config, fields, family, head_dim)
     values: dict[str, Any] = {
         "family": family.name,
@@ -51,7 +51,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         "intermediate_size": fields.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": fields.integer("num_key_value_heads") or num_heads,
+        "num_kv_heads": _stated(fields, "num_key_value_heads") or num_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": fields.number("rms_norm_eps"),
@@ -78,6 +78,11 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     if family.query_scalar_key is not None:
         values["attention_scale"] = fields.positive(family.query_scalar_key) ** -0.5
     return checked(ModelSpec(**values))
+
+
+def _stated(fields: Fields, key: str) -> int | None:
+    """An integer, or None where the config says null: that is not the default which an absent key takes."""
+    return None if fields.get(key) is None else int(fields.integer(key))
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:

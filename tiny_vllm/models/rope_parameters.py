@@ -49,22 +49,18 @@ def hf_rope_parameters_by_type(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same for layers of full attention, and for sliding ones.
 
-    The older style keeps the base of sliding layers, which are never scaled, in `rope_local_base_freq`.
+    The older style keeps the base of sliding layers, which are never scaled, in `rope_local_base_freq`. There
+    and in `rope_theta` the newer one looks, too, for a base that its parameters lack. An original length is
+    read among the parameters alone.
     """
-    nested = config.get("rope_parameters")
-    if not nested:
-        local = config.get("rope_local_base_freq")
-        sliding = {"rope_theta": sliding_theta if local is None else local}
-        return hf_rope_parameters(config, default_theta), hf_rope_parameters(sliding, sliding_theta)
+    nested = config.get("rope_parameters") or {}
     if not isinstance(nested, Mapping) or not set(nested) <= {FULL, SLIDING}:
         raise ModelError(
             f"rope_parameters is {shown(nested)}, but must hold {FULL} and {SLIDING} alone", hint=REPAIR
         )
-    full, sliding = (
-        hf_rope_parameters({"rope_parameters": nested.get(kind)}, theta)
-        for kind, theta in ((FULL, default_theta), (SLIDING, sliding_theta))
-    )
-    return full, sliding
+    full = {**config, "rope_parameters": nested.get(FULL), "original_max_position_embeddings": None}
+    sliding = {"rope_parameters": nested.get(SLIDING), "rope_theta": config.get("rope_local_base_freq")}
+    return hf_rope_parameters(full, default_theta), hf_rope_parameters(sliding, sliding_theta)
 
 
 def _flat(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def _check_headers(http: Request) -> None:
     if media_type != "application/json":
         raise ApiError(
             415,
-            f"the content type is {shown(media_type)}, but must be application/json",
+            f"the content type is {shown(media_type)}, but must be application/json\n"
+            "hint: send the header Content-Type: application/json",
             headers={"accept": "application/json"},
         )
     if http.headers.get("content-encoding", "identity").lower() != "identity":

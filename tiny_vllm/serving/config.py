@@ -81,7 +81,9 @@ def api_keys_from_environment() -> tuple[str, ...]:
 
 def _check_texts(name: str, values: object) -> None:
     if not isinstance(values, tuple):
-        raise ConfigError(f"{name} is {shown(values)}, but must be a tuple of strings")
+        raise ConfigError(
+            f"{name} is {shown(values)}, but must be a tuple of strings", hint='write ("text",)'
+        )
     for value in values:
         if value == "" or (isinstance(value, str) and value.isspace()):
             raise ConfigError(

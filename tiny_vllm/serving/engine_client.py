@@ -234,7 +234,10 @@ class EngineClient:
         try:
             ending = await self._child.run()
         except (OSError, zmq.ZMQError) as error:
-            ending = EngineDead(f"the engine process cannot be started: {error}")
+            ending = EngineDead(
+                f"the engine process cannot be started: {error}",
+                hint="check memory, disk, and the limits of processes and of open files",
+            )
         self.failure = self.failure or ending
 
     def _take(self, messages: Sequence[FromEngine]) -> None:

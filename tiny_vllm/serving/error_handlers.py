@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from tiny_vllm.errors import MAX_PATH_LEN, TinyVLLMError, printable
 from tiny_vllm.serving.body import BodyTooLong, EarlyResponse
@@ -39,11 +42,19 @@ async def _too_long(http: Request, error: Exception) -> Response:
 
 async def _framework(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = printable(http.url.path, MAX_PATH_LEN)
+    allowed = (error.headers or {}).get("Allow", "another method")
     message = {
-        404: f"there is no {printable(http.url.path, MAX_PATH_LEN)} here",
-        405: f"{printable(http.method)} is not possible at {printable(http.url.path, MAX_PATH_LEN)}",
+        404: f"there is no {path} here\nhint: {_path_hint(http)}",
+        405: f"{printable(http.method)} is not possible at {path}\nhint: use {allowed}",
     }.get(error.status_code, str(error.detail))
     return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+def _path_hint(http: Request) -> str:
+    paths = [route.path for route in http.app.routes if isinstance(route, Route) and route.include_in_schema]
+    close = difflib.get_close_matches(http.url.path[:64], paths, n=1)
+    return f"did you mean {close[0]}?" if close else "/openapi.json lists what is here"
 
 
 async def _gone(http: Request, error: Exception) -> Response:
@@ -51,5 +62,5 @@ async def _gone(http: Request, error: Exception) -> Response:
 
 
 async def _fault(http: Request, error: Exception) -> Response:
-    message = f"unexpected {type(error).__name__}; the server's log has more"
+    message = f"unexpected {type(error).__name__}\nhint: the server's log has more"
     return error_response(ApiError(500, message, kind="server_error"))

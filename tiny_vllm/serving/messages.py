@@ -136,7 +136,7 @@ class Fault(msgspec.Struct):
         }
         if self.kind in known:
             return known[self.kind](self.message, hint=self.hint)
-        return EngineDead(f"{self.kind}: {self.message}")
+        return EngineDead(f"{self.kind}: {self.message}", hint="the server's log has more")
 
 
 def encode(message: Any) -> bytes:

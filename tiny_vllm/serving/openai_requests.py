@@ -106,7 +106,11 @@ class RequestMaker:
         if body.logprobs:
             options["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs is not None:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise ApiError(
+                400,
+                "top_logprobs needs logprobs: true\nhint: add it, or leave out both",
+                param="top_logprobs",
+            )
         generates = body.add_generation_prompt is not False
         with _renaming({"max_tokens": limit_name, "logprobs": "top_logprobs"}):
             params = SamplingParams(**options)
@@ -124,7 +128,11 @@ class RequestMaker:
         """The ids of /tokenize. Raises ApiError or RequestError."""
         tokenizer = self._need_tokenizer(TOKENIZER_HINT)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt")
+            raise ApiError(
+                400,
+                "give either prompt or messages\nhint: leave one of them out, and not the other",
+                param="prompt",
+            )
         given, useless = "prompt", ["add_generation_prompt", "chat_template_kwargs"]
         if body.prompt is None:
             given, useless = "messages", ["add_special_tokens"]
@@ -163,7 +171,11 @@ class RequestMaker:
         options = {**self.sampling_defaults, **body.sampling_options()}
         _check_bias(body.logit_bias)
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+            raise ApiError(
+                400,
+                "stream_options needs stream: true\nhint: add it, or leave out both",
+                param="stream_options",
+            )
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError(
                 400, "prompt_logprobs cannot be streamed\nhint: use stream: false", param="prompt_logprobs"

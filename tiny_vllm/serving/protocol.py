@@ -154,7 +154,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._guard.is_surplus(descriptor):
             # At once, since more may be coming.
             self._refuse(
-                ApiError(503, "the server has as many connections as it can have", kind="server_error")
+                ApiError(
+                    503,
+                    "the server has as many connections as it can have\nhint: try again later",
+                    kind="server_error",
+                )
             )
             return
         self._await_head()
@@ -206,7 +210,13 @@ class LimitedProtocol(HttpToolsProtocol):
         # The end of the head sets it to 0.
         if self._head_bytes >= MAX_HEAD_BYTES:
             self._stop_waiting()
-            self._refuse(ApiError(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"))
+            self._refuse(
+                ApiError(
+                    431,
+                    f"the head of the request is longer than {MAX_HEAD_BYTES} bytes\n"
+                    "hint: send fewer or shorter headers",
+                )
+            )
         elif self._framing_bytes > MAX_HEAD_BYTES + CHUNK_LINE_BYTES:
             self._refuse_framing()
 
@@ -265,7 +275,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.url = b"/" if target.query is None else b"/?" + target.query
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (version != "1.0" and not hosts) or not all(map(HOST.fullmatch, hosts)):
-            raise ApiError(400, "a request needs one header Host, with a name and at most a port")
+            raise ApiError(
+                400,
+                "a request needs one header Host, with a name and at most a port\nhint: send Host: NAME:PORT",
+            )
         encodings = [
             encoding.strip().lower()
             for name, value in self.headers
@@ -275,7 +288,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if encodings and encodings[-1] != b"chunked":
             raise ApiError(400, "where the body ends is not known\nhint: its last encoding must be chunked")
         if len(encodings) > 1:
-            raise ApiError(501, "bodies in other encodings than chunked are not supported")
+            raise ApiError(
+                501, "bodies in other encodings than chunked are not supported\nhint: send plain JSON"
+            )
 
     def on_message_complete(self) -> None:
         if self._head_without_offer is not None:
@@ -305,7 +320,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called while uvicorn handles an error of the parser, which may come from one of a callback."""
         error = sys.exception()
         cause = None if error is None else error.__context__
-        self._refuse(cause if isinstance(cause, ApiError) else ApiError(400, msg))
+        self._refuse(
+            cause
+            if isinstance(cause, ApiError)
+            else ApiError(400, f"{msg}\nhint: send HTTP/1.1, without TLS")
+        )
 
     def _unsupported_upgrade_warning(self) -> None:
         """Called while uvicorn handles that the parser has stopped behind the head of a request with an
@@ -314,7 +333,11 @@ class LimitedProtocol(HttpToolsProtocol):
         assert head is not None
         self._head_without_offer = None
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(ApiError(405, "CONNECT is not possible here: this is no proxy"))
+            self._refuse(
+                ApiError(
+                    405, "CONNECT is not possible here: this is no proxy\nhint: send requests straight to it"
+                )
+            )
             return
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
@@ -325,7 +348,7 @@ class LimitedProtocol(HttpToolsProtocol):
             ApiError(
                 431,
                 "the extensions of the chunks of the body and its trailers are together longer than "
-                f"{MAX_HEAD_BYTES} bytes",
+                f"{MAX_HEAD_BYTES} bytes\nhint: send the body without them",
             )
         )
 

@@ -29,6 +29,7 @@ USE_MESSAGE = 'use {"role": "user", "content": "..."}'
 USE_LIST = 'use [{"role": "user", "content": "..."}]'
 USE_PART = 'use {"type": "text", "text": "..."}'
 REPAIR = "repair the template, or send a prompt as text"
+SHAPE_HINT = "compare roles, contents and further fields with what the model's template takes"
 
 ROLE = re.compile("[A-Za-z0-9_ .:/-]{1,64}")
 """Some templates put the role between the parts of a control token, so it must not have parts of its own."""
@@ -74,7 +75,10 @@ class ChatTemplate:
             raise RequestError(f"{name} is no variable for the chat template", hint="give it on its own")
         checked = [self._check_message(place, message) for place, message in enumerate(_check_list(messages))]
         if tools is not None and not _is_list(tools):
-            raise RequestError(f"tools is of type {json_type(tools)}, but must be a list")
+            raise RequestError(
+                f"tools is of type {json_type(tools)}, but must be a list",
+                hint="write it in square brackets, even of one tool",
+            )
         compiled = self._compiled
         if tools and not compiled.takes_tools:
             raise RequestError("this model's chat template takes no tools", hint="leave tools out")
@@ -92,18 +96,23 @@ class ChatTemplate:
             )
         except UndefinedError as error:
             raise RequestError(
-                f"the chat template cannot render these messages: {_in_words_of_json(error)}"
+                f"the chat template cannot render these messages: {_in_words_of_json(error)}",
+                hint=SHAPE_HINT,
             ) from None
         except TemplateError as error:
             reason = printable(error.message or str(error), MAX_REASON_LEN)
-            raise RequestError(f"the chat template refuses these messages: {reason}") from None
+            raise RequestError(
+                f"the chat template refuses these messages: {reason}",
+                hint="the reason is the template's own; change the messages or their order accordingly",
+            ) from None
         except (
             *(TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError),
             *(RecursionError, MemoryError),
         ) as error:
             # The template tripped over the messages: it has no other input.
             raise RequestError(
-                f"the chat template cannot render these messages: {_in_words_of_json(error)}"
+                f"the chat template cannot render these messages: {_in_words_of_json(error)}",
+                hint=SHAPE_HINT,
             ) from None
 
     def read_arguments(self, messages: Any) -> Any:
@@ -123,6 +132,8 @@ class ChatTemplate:
             raise RequestError(
                 f"messages[{place}] is of type {json_type(message)}, but must be an object", hint=USE_MESSAGE
             )
+        # Clients send back all fields of an answer. Templates know absent ones, and would write None.
+        message = {name: value for name, value in message.items() if value is not None}
         role, content = message.get("role"), message.get("content")
         for name in CALL_FIELDS:
             if message.get(name) and name not in f"{self.source}{self.tool_source}":
@@ -146,9 +157,9 @@ class ChatTemplate:
         if content is None:
             if not message.get("tool_calls"):
                 raise RequestError(f"messages[{place}] has no content", hint=USE_MESSAGE)
-            return dict(message)
+            return message
         if isinstance(content, str):
-            return dict(message)
+            return message
         parts = _text_parts(place, content)
         if self._compiled.wants_parts:
             return {**message, "content": parts}

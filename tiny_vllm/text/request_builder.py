@@ -14,13 +14,13 @@ import numpy as np
 from tiny_vllm.errors import PromptTooLong, RequestError, shown
 from tiny_vllm.text.chat_template import Message
 from tiny_vllm.text.tokenizer import Tokenizer
-from tiny_vllm.types import Pooling, Request, SamplingParams
+from tiny_vllm.types import VOCABULARY_HINT, Pooling, Request, SamplingParams
 
 Prompt = str | Sequence[SupportsIndex]
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 IDS_HINT = "token ids are whole numbers; text comes as one string"
-VOCABULARY_HINT = "take ids from this model's own tokenizer"
+TEXT_HINT = "leave it out, or give some text"
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_BAD_WORDS = 1024
@@ -140,7 +140,8 @@ class RequestBuilder:
         _check_options(request_id, priority, cache_salt)
         if not isinstance(sampling, SamplingParams):
             raise RequestError(
-                f"sampling parameters are of type {type(sampling).__name__}, but must be SamplingParams"
+                f"sampling parameters are of type {type(sampling).__name__}, but must be SamplingParams",
+                hint="write SamplingParams(temperature=0), with what you want to set",
             )
         self._check_sampling(sampling)
         if not token_ids:
@@ -164,7 +165,8 @@ class RequestBuilder:
             prompt = prompt.tolist()  # numpy arrays and torch tensors
         if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
             raise RequestError(
-                f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids"
+                f"the prompt is of type {type(prompt).__name__}, but must be text or a list of token ids",
+                hint=IDS_HINT,
             )
         ids = tuple(prompt)
         if not set(map(type, ids)) <= {int}:  # told without looking at each id in Python
@@ -207,13 +209,15 @@ class RequestBuilder:
         num_characters = sum(map(len, bad_words))
         if num_characters > MAX_BAD_WORDS_LEN:
             raise RequestError(
-                f"bad_words has {num_characters} characters in all, but the limit is {MAX_BAD_WORDS_LEN}"
+                f"bad_words has {num_characters} characters in all, but the limit is {MAX_BAD_WORDS_LEN}",
+                hint="send fewer or shorter words",
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             token_ids = getattr(sampling, name) or ()
             if len(token_ids) > self._vocab_size:
                 raise RequestError(
-                    f"{name} has {len(token_ids)} entries, more than the vocabulary ({self._vocab_size})"
+                    f"{name} has {len(token_ids)} entries, more than the vocabulary ({self._vocab_size})",
+                    hint="name each token once",
                 )
             self._check_range(name, token_ids)
 
@@ -261,7 +265,8 @@ class RequestBuilder:
             for token_ids in tokenizer.encode_word(word.lstrip()):
                 if not token_ids:
                     raise RequestError(
-                        f"bad_words contains {shown(word)}, which this tokenizer cannot express"
+                        f"bad_words contains {shown(word)}, which this tokenizer cannot express",
+                        hint="remove it: no token could complete it",
                     )
                 self._check_range(f"bad word {shown(word)}", token_ids)
                 sequences[tuple(token_ids)] = None
@@ -277,7 +282,9 @@ class RequestBuilder:
 
 def _check_options(request_id: object, priority: object, cache_salt: object) -> None:
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise RequestError(f"request_id is {shown(request_id)}, but must be a string with text")
+        raise RequestError(
+            f"request_id is {shown(request_id)}, but must be a string with text", hint=TEXT_HINT
+        )
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise RequestError(
             f"priority is {shown(priority)}, but must be an integer", hint="smaller is more urgent"
@@ -288,7 +295,9 @@ def _check_options(request_id: object, priority: object, cache_salt: object) -> 
             hint="smaller is more urgent",
         )
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise RequestError(f"cache_salt is {shown(cache_salt)}, but must be a string with text")
+        raise RequestError(
+            f"cache_salt is {shown(cache_salt)}, but must be a string with text", hint=TEXT_HINT
+        )
 
 
 def _token_id(value: Any) -> int:
@@ -304,9 +313,12 @@ def _token_id(value: Any) -> int:
 
 def _check_texts(name: str, texts: Sequence[str], max_number: int, max_characters: int) -> None:
     if len(texts) > max_number:
-        raise RequestError(f"{name} has {len(texts)} entries, but must have at most {max_number}")
+        raise RequestError(
+            f"{name} has {len(texts)} entries, but must have at most {max_number}", hint="send fewer"
+        )
     for text in texts:
         if len(text) > max_characters:
             raise RequestError(
-                f"{name} has an entry of {len(text)} characters, but the limit is {max_characters}"
+                f"{name} has an entry of {len(text)} characters, but the limit is {max_characters}",
+                hint="shorten it",
             )

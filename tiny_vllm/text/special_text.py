@@ -32,7 +32,10 @@ def encoded_ids(backend: Backend, text: str, *, add_special_tokens: bool) -> lis
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except Exception as error:  # the library raises bare Exception
         reason = printable(str(error), MAX_REASON_LEN)
-        raise RequestError(f"the tokenizer cannot encode this text: {reason}") from None
+        raise RequestError(
+            f"the tokenizer cannot encode this text: {reason}",
+            hint="the reason is the tokenizer's own; send other text, or token ids",
+        ) from None
 
 
 class SpecialText:

@@ -275,7 +275,9 @@ def _added_around(backend: Backend) -> tuple[list[int], list[int]]:
 
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"text is of type {type(text).__name__}, but must be a string")
+        raise RequestError(
+            f"text is of type {type(text).__name__}, but must be a string", hint="decode bytes to text first"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

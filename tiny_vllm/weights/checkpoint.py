@@ -30,7 +30,7 @@ from tiny_vllm.weights.hf_directory import (
     weight_files,
 )
 from tiny_vllm.weights.hub import fetch_model, is_hub_id
-from tiny_vllm.weights.match import match_tensors
+from tiny_vllm.weights.match import match_tensors, tied_head
 from tiny_vllm.weights.safetensors_file import SafetensorsFiles
 from tiny_vllm.weights.tensor_source import TensorSource
 
@@ -47,8 +47,9 @@ class Checkpoint:
 
     name: short name for display. eos_token_ids: every token that ends a text, from all files of the model.
     source, tensor_names: where the weights are, and canonical name -> stored name of each; source is None for
-    dummy weights. tokenizer: directory, tokenizer.json or opened GGUF file; None if there is none.
-    generation_config: the file of that name; None if there is none, as for GGUF.
+    dummy weights. tied_head: stored name of a head that must be the embedding. tokenizer: directory,
+    tokenizer.json or opened GGUF file; None if there is none. generation_config: the file of that name; None
+    if there is none, as for GGUF.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Checkpoint:
     bos_token_id: int | None
     source: TensorSource | None
     tensor_names: Mapping[str, str] = field(repr=False)
+    tied_head: str | None = None
     tokenizer: Path | GGUFFile | None
     generation_config: Path | None = None
 
@@ -220,10 +222,12 @@ def _open_directory(path: Path, *, dummy: bool, has_text: bool) -> Checkpoint:
         raise ModelError(f"{config_path}: {error.message}", hint=error.hint) from error
     source = None
     names: Mapping[str, str] = {}
+    head = None
     if not dummy:
         files, weight_map = weight_files(directory)
         source = SafetensorsFiles(files, weight_map)
         names = match_tensors(spec, source.shapes, where=str(directory))
+        head = tied_head(spec, source.shapes)
         spec = replace(spec, dtype=source.dtype(names))
     bos = [token for token in token_ids(directory, config, "bos") if token >= 0] if has_text else []
     generation_config = directory / GENERATION_CONFIG
@@ -235,6 +239,7 @@ def _open_directory(path: Path, *, dummy: bool, has_text: bool) -> Checkpoint:
         bos_token_id=bos[0] if bos else None,
         source=source,
         tensor_names=names,
+        tied_head=head,
         tokenizer=directory if has_tokenizer else None,
         generation_config=generation_config if generation_config.is_file() else None,
     )

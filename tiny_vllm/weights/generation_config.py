@@ -36,7 +36,7 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
         try:
             SamplingParams(**{name: value})
             if key == "max_new_tokens" and value < 1:
-                raise RequestError(f"{name} is {value}, but must be at least 1")
+                raise RequestError(f"{name} is {value}, but must be at least 1", hint="leave it out")
         except RequestError as error:
             fault = error.message.removeprefix(name)
             # In quotes the command line does not take the key for its own option.

@@ -9,6 +9,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from tiny_vllm.errors import ModelError, printable
 from tiny_vllm.models.spec import ModelSpec
 from tiny_vllm.models.weights import LayerWeights, ModelWeights
 from tiny_vllm.weights.checkpoint import Checkpoint
@@ -16,6 +17,9 @@ from tiny_vllm.weights.dummy import dummy_tensors
 from tiny_vllm.weights.shapes import expected_shapes, num_values, stored_forms
 
 Progress = Callable[[int, int], None]
+
+ROWS_COMPARED = 4096
+"""At a time: no second copy of a large matrix on the device."""
 
 
 def load_weights(
@@ -30,7 +34,7 @@ def load_weights(
 
     Fused matrices are allocated once and their parts copied into them, so that the peak is the model plus one
     tensor of the file. seed: of dummy weights. progress: called with (values loaded, values in all), first
-    with 0.
+    with 0. Raises ModelError if a head that the configuration says is the embedding is another.
     """
     spec = checkpoint.spec
     weights = _allocate(spec, dtype, torch.device(device))
@@ -45,8 +49,24 @@ def load_weights(
             done += tensor.numel()
             if progress:
                 progress(done, total)
+        _check_tied_head(checkpoint, weights.embedding)
     assert done == total, "an opened checkpoint holds every tensor"
     return weights
+
+
+def _check_tied_head(checkpoint: Checkpoint, embedding: Tensor) -> None:
+    """With another head than the embedding the files contradict themselves, and readers differ in which of
+    the two they take."""
+    if checkpoint.tied_head is None or checkpoint.source is None:
+        return
+    ((_, head),) = checkpoint.source.read({"lm_head": checkpoint.tied_head})
+    rows = zip(head.split(ROWS_COMPARED), embedding.split(ROWS_COMPARED), strict=False)
+    if head.shape != embedding.shape or not all(torch.equal(a.to(b), b) for a, b in rows):
+        raise ModelError(
+            f"{printable(checkpoint.tied_head)} is not the embedding, but tie_word_embeddings is true",
+            hint="set tie_word_embeddings to false in config.json to use this head, or remove it from the "
+            "files",
+        )
 
 
 @contextmanager

@@ -16,9 +16,9 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
     """Canonical name -> stored name of every tensor to load.
 
     stored: name -> shape in the files. where: the file or directory, for messages. A head stored beside a
-    tied configuration, tables computable from it, and what a multimodal model has beside its text part are
-    left out; any other tensor the spec has no place for would change the output, so it is refused, as are
-    missing ones and wrong shapes. Raises ModelError.
+    tied configuration (see `tied_head`), tables computable from it, and what a multimodal model has beside
+    its text part are left out; any other tensor the spec has no place for would change the output, so it is
+    refused, as are missing ones and wrong shapes. Raises ModelError.
     """
     forms = stored_forms(spec)
     is_gguf = any(GGUF_LAYER.fullmatch(name) for name in stored)
@@ -71,6 +71,14 @@ def match_tensors(spec: ModelSpec, stored: Mapping[str, tuple[int, ...]], *, whe
                 hint="weights and configuration are of different models or versions; download both again",
             )
     return found
+
+
+def tied_head(spec: ModelSpec, stored: Iterable[str]) -> str | None:
+    """The stored name of a Hugging Face model's head that the configuration says is the embedding."""
+    if not spec.tie_word_embeddings:
+        return None
+    table = name_table(spec.family, gguf=False)
+    return next((name for name in stored if table.canonical(text_name(name)) == "lm_head"), None)
 
 
 def _listed(names: Iterable[str]) -> str:
